@@ -221,30 +221,30 @@ def flash_cache(rng: random.Random) -> Case:
         require(q.dim() == 4 and a["k_cache"].dim() == 4, "tensors of other than four dimensions")
         count, rows = q.shape[:2]
         table = a["block_table"] if "block_table" in a else a["cache_batch_idx"]
-        pages = _pages_of_requests(table, count, a["k_cache"].shape[0])
+        most = size * (table.shape[1] if table.dim() == 2 else 1)
         held = a["cache_seqlens"]
         lens = [whole(held)] * count if isinstance(held, int) else integers(held)
         pads = integers(a["cache_leftpad"]) if a.get("cache_leftpad") is not None else [0] * count
         require(len(lens) == len(pads) == count, "lengths of another batch")
-        require(all(n <= len(pages[0]) * size for n in lens), "lengths that cannot be")
+        require(all(n <= most for n in lens), "lengths that cannot be")
+        added = 0 if a.get("k") is None else a["k"].shape[1]
+        ends = [n + added if n >= 0 else n for n in lens]  # a negative length: no keys, and none are written
+        pages = _pages_of_requests(table, [-(-max(0, n) // size) for n in ends], a["k_cache"].shape[0])
         exact_q = own_q = q.detach().resolve_neg()
-        ends = lens
         if a.get("k") is not None:
-            fresh = a["k"].shape[1]
             require(a["k"].shape[0] == a["v"].shape[0] == count, "new tokens of another batch")
-            require(all(n + fresh <= len(pages[0]) * size for n in lens), "more tokens than places")
+            require(all(n <= most for n in ends), "more tokens than places")
             exact_k = own_k = a["k"].detach().resolve_neg()
             if a.get("rotary_cos") is not None:
                 (exact_q, own_q), (exact_k, own_k) = _turned(a, lens)
             _check_written(a["k_cache"], k_after, exact_k, own_k, lens, pages)
             values = a["v"].detach().resolve_neg()
             _check_written(a["v_cache"], v_after, values, values, lens, pages)
-            ends = [n + fresh for n in lens]
         kept = [max(0, n - pad) if n > 0 else 0 for n, pad in zip(ends, pads, strict=True)]
         parts: tuple[list[Tensor], list[Tensor]] = ([k_after[:0, 0]], [v_after[:0, 0]])
         for b, (n, pad) in enumerate(zip(kept, pads, strict=True)):
             for out, cache in zip(parts, (k_after, v_after), strict=True):
-                out += [torch.cat([cache[page] for page in pages[b]])[pad : pad + n]]
+                out += [torch.cat([cache[:0, 0], *(cache[page] for page in pages[b])])[pad : pad + n]]
         k, v = (torch.cat(part) for part in parts)
         qo, kv = [rows * b for b in range(count + 1)], oracle.indptr_of(kept)
         o, *lse = results
@@ -257,10 +257,11 @@ def flash_cache(rng: random.Random) -> Case:
     return Case("flash_attn_with_kvcache", args, invoke, check, frozenset({"k_cache", "v_cache"}))
 
 
-def _pages_of_requests(table: Tensor, count: int, num_pages: int) -> list[list[int]]:
+def _pages_of_requests(table: Tensor, counts: Sequence[int], num_pages: int) -> list[list[int]]:
+    """Those that a request has; what comes behind them in the table may be anything."""
     rows = table if table.dim() == 2 else table[:, None]
-    require(not table.is_floating_point() and rows.dim() == 2 and rows.shape[0] == count, "a table of another batch")
-    pages = rows.tolist()
+    require(not table.is_floating_point() and rows.dim() == 2 and len(rows) == len(counts), "a table of another batch")
+    pages = [row[:n] for row, n in zip(rows.tolist(), counts, strict=True)]
     require(all(0 <= i < num_pages for row in pages for i in row), "pages that do not exist")
     return pages
 
@@ -287,7 +288,7 @@ def _check_written(
     size, want, theirs, places = before.shape[1], before.double(), before.double(), []
     for b, n in enumerate(lens):
         for i in range(exact.shape[1]):
-            if n + i >= 0:
+            if n >= 0:
                 place = pages[b][(n + i) // size], (n + i) % size
                 want[place], theirs[place] = exact[b, i].double(), own[b, i].double()
                 places.append(place)

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 import quire
-from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Generators, Nonsense
+from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Generators, Nonsense, has_memory
 from guard import GuardedMemory
 from isolation import SERVER, how_it_ended, waits
 from mutations import mutate
@@ -97,23 +97,16 @@ def draw(seed: str, generators: Generators = MISTAKES) -> Planned:
     return Planned(case, args, changes, rng.random() < 0.5, warm, rng.random() < 0.8)
 
 
-def _has_memory(value: Any) -> bool:
-    """Whether it is a tensor that can be placed: strided, on the host, with its storage, not complex."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
-        return False
-    return not value.is_complex() and (not value.numel() or value.untyped_storage().nbytes() > 0)
-
-
 def _placed(args: Args, memory: GuardedMemory) -> Args:
-    return {name: memory.place(name, value) if _has_memory(value) else value for name, value in args.items()}
+    return {name: memory.place(name, value) if has_memory(value) else value for name, value in args.items()}
 
 
 def _copied(args: Args, good: Args) -> Args:
     """The arguments as they were before the call; of tensors without memory, what they held while they had it."""
     copies = {}
     for name, value in args.items():
-        value = good[name] if isinstance(value, Tensor) and not _has_memory(value) else value
-        copies[name] = value.detach().resolve_neg().clone() if _has_memory(value) else copy.copy(value)
+        value = good[name] if isinstance(value, Tensor) and not has_memory(value) else value
+        copies[name] = value.detach().resolve_neg().clone() if has_memory(value) else copy.copy(value)
     return copies
 
 
@@ -295,8 +288,8 @@ def _show(seed: str, generators: Generators) -> Verdict:
     print(f"tensors against the {'upper' if planned.upper else 'lower'} guard, after a good call: {planned.warm}")
     for name, value in planned.args.items():
         if isinstance(value, Tensor):
-            text = f"{value.dtype} {list(value.shape)} strides {list(value.stride()) if _has_memory(value) else '-'}"
-            small = _has_memory(value) and value.numel() <= 16 and not value.is_floating_point()
+            text = f"{value.dtype} {list(value.shape)} strides {list(value.stride()) if has_memory(value) else '-'}"
+            small = has_memory(value) and value.numel() <= 16 and not value.is_floating_point()
             print(f"  {name}: {text} {value.tolist() if small else ''}")
         else:
             print(f"  {name}: {value!r}")

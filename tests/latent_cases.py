@@ -13,7 +13,20 @@ from torch import Tensor
 
 import oracle
 import quire
-from fuzz_calls import Args, Case, Kept, Results, as_results, integers, number, offsets, require, whole, workspace
+from fuzz_calls import (
+    Args,
+    Case,
+    Kept,
+    Results,
+    as_results,
+    has_memory,
+    integers,
+    number,
+    offsets,
+    require,
+    whole,
+    workspace,
+)
 from latents import BYTES, E4M3, Latents, packed, unpacked
 from problems import poisoned
 from quire.compat import flash_mla
@@ -285,7 +298,7 @@ def value_xqa_mla(rng: random.Random) -> Case:
         args["output"] = poisoned((*args["q"].shape[:-1], 512), p.dtype, "cpu")
 
     def invoke(a: Args) -> Results:
-        values = a["k_cache"][..., :512] if halves and isinstance(a["k_cache"], Tensor) else a["k_cache"]
+        values = a["k_cache"][..., :512] if halves and has_memory(a["k_cache"]) else a["k_cache"]
         return (quire.xqa_mla(v_cache=values, **a),)
 
     def check(a: Args, results: Results) -> None:

@@ -147,12 +147,13 @@ def _attend(
     slopes: Tensor | None,
     dtype: torch.dtype,
     score: Callable[[Tensor], Tensor] | None = None,
+    in_turn: bool = False,
 ) -> State:
     """One request, every operation rounded to `dtype` (lse in at least float32)."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    logits = (_summed_in_turn(q, k) if in_turn else torch.einsum("qhd,khd->hqk", q, k)) * scale
     if slopes is not None:
         logits = logits + (slopes[:, None, None] * distances(q.shape[0], k.shape[0])).to(dtype)
     if soft_cap:
@@ -173,6 +174,16 @@ def _attend(
     if slopes is not None and not soft_cap:  # FlashInfer's: of slope * (j - i), i the query's number in its request
         lse = lse + slopes * (k.shape[0] - q.shape[0]) / math.log(2.0)
     return State(o, lse)
+
+
+def _summed_in_turn(q: Tensor, k: Tensor) -> Tensor:
+    """einsum("qhd,khd->hqk"), in at least float32 one dim after the other, as a kernel sums with one accumulator."""
+    dtype = q.dtype
+    q, k = (t.to(torch.promote_types(dtype, torch.float32)).transpose(0, 1) for t in (q, k))
+    total = q.new_zeros(q.shape[0], q.shape[1], k.shape[1])
+    for d in range(q.shape[2]):
+        total += q[:, :, None, d] * k[:, None, :, d]
+    return total.to(dtype)
 
 
 def distances(qo_len: int, kv_len: int) -> Tensor:
@@ -225,6 +236,7 @@ def attention(
     rotated_dtype: torch.dtype | None = None,
     score: Callable[[Tensor, At], Tensor] | None = None,
     sees: Callable[[At], Tensor] | None = None,
+    in_turn: bool = False,
 ) -> State:
     """Attention of each request's queries to its own keys.
 
@@ -240,6 +252,7 @@ def attention(
         rotated_dtype: what rotated q and k alone are rounded to, as tensor cores take them; as `dtype` if not said.
         score: what becomes of scaled logits [num_qo_heads, qo_len, kv_len] of one request.
         sees: which keys queries see besides, bool of the same shape.
+        in_turn: sum the products of queries and keys over one dim after the other.
 
     A row that sees nothing is 0 with lse -inf (with a sink: 0 and the sink).
     """
@@ -263,7 +276,7 @@ def attention(
         if sees is not None:
             seen = seen & sees(at)
         own = None if score is None else partial(_scored, score, at)
-        one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype, own)
+        one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype, own, in_turn)
         o[rows], lse[rows] = one.o * v_scale, one.lse
     return State(o, lse)
 
@@ -333,16 +346,19 @@ def assert_close(out: Tensor, ref: Tensor, own: Tensor, indptr: Indptr | None = 
     """`out` is at most twice as far from `ref` as torch's `own` answer in the same dtype is, plus one rounding.
 
     Largest and root-mean-square error are both held to the rule, for the rows of each request apart (`indptr`): a
-    request with few keys has large values, behind which the errors of one with many keys would hide.
+    request with few keys has large values, behind which the errors of one with many keys would hide. Numbers beyond
+    the range of the dtype are infinite in it, and those that are beyond it by less than the bound may be.
     """
     assert out.shape == ref.shape, f"{what}: shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
-    got = out.detach().cpu().double()
-    _same_specials(got, ref, what)
+    limit = torch.finfo(out.dtype).max
+    unlimited = out.detach().cpu().double()
+    got, exact, torchs = (x.clamp(-limit, limit) for x in (unlimited, ref.double(), own.double()))
+    _same_specials(got, exact, what)
     ulp = FLOOR_ULPS[out.dtype] * torch.finfo(out.dtype).eps
     cuts = [0, out.shape[0]] if indptr is None else [int(i) for i in indptr]
     for b, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        truth = ref[begin:end]
-        error, theirs = got[begin:end] - truth, own[begin:end].double() - truth
+        truth = exact[begin:end]
+        error, theirs = got[begin:end] - truth, torchs[begin:end] - truth
         for name, norm in (("largest", _peak), ("rms", _rms)):
             bound = 2.0 * norm(theirs) + ulp * norm(truth)
             assert norm(error) <= bound, (
@@ -350,6 +366,11 @@ def assert_close(out: Tensor, ref: Tensor, own: Tensor, indptr: Indptr | None = 
                 f"(torch's own {norm(theirs):.3g}, reference {norm(truth):.3g}), "
                 f"worst at row {begin + int(error.abs().flatten(1).amax(1).argmax())}"
             )
+        margin = limit + 2.0 * _peak(theirs) + ulp * _peak(truth)
+        finite = (ref[begin:end].abs() > margin) & unlimited[begin:end].isfinite()
+        assert not finite.any(), (
+            f"{what}, request {b}: {int(finite.sum())} numbers are finite that are beyond {limit:.4g}"
+        )
 
 
 def assert_lse_close(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import fuzz
+import fuzz_calls
+import oracle
 from fuzz import Planned, failures, make, table
 from fuzz_values import VALUES
 
@@ -54,6 +57,37 @@ def test_a_wrong_number_is_seen(name: str) -> None:
             if make(Planned(spoiled, case.args, [], True, False, True)).kind == "wrong":
                 return
     pytest.fail("no wrong number was seen")
+
+
+def test_numbers_beyond_a_type_are_its_infinities() -> None:
+    """Those that are beyond it by less than a rounding may be finite."""
+    most = torch.finfo(torch.float16).max
+    truth = torch.tensor([[1.0, most * 3, -most * 3, most + 20.0]], dtype=torch.float64)
+    right = torch.tensor([[1.0, math.inf, -math.inf, most]]).half()
+    oracle.assert_close(right, truth, truth)
+    oracle.assert_close(right.where(right != most, torch.inf), truth, truth)
+    for at, wrong in ((1, most), (1, math.nan), (1, -math.inf), (2, -most), (0, math.inf), (3, most - 200.0)):
+        spoiled = right.clone()
+        spoiled[0, at] = wrong
+        with pytest.raises(AssertionError):
+            oracle.assert_close(spoiled, truth, truth)
+
+
+def test_the_bound_is_that_of_the_least_lucky_order_of_each_request() -> None:
+    """A request's logits are as far off as those of any order of its own dims, whatever those of others are."""
+    torch.manual_seed(3)
+    rows, dims, keys = 2, 256, 300
+    q, k, v = torch.randn(2 * rows, 8, dims), torch.randn(2 * keys, 1, dims), torch.randn(2 * keys, 1, dims)
+    v[:keys] *= 1e3  # errors of the first request are a thousand times those of the second
+    ends, options = ([0, rows, 2 * rows], [0, keys, 2 * keys]), {"sm_scale": 0.3, "pos_encoding_mode": "NONE"}
+    truth = oracle.attention(q, k, v, *ends, **options).o
+    own = fuzz_calls._least_lucky(q, k, v, *ends, truth, options)
+    for request in range(2):
+        part = slice(rows * request, rows * (request + 1))
+        key = slice(keys * request, keys * (request + 1))
+        for in_turn in (False, True):
+            alone = oracle.torch_error(q[part], k[key], v[key], [0, rows], [0, keys], in_turn=in_turn, **options)
+            assert (own - truth)[part].abs().max() >= (alone - truth[part]).abs().max()
 
 
 def _spoiled(results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
