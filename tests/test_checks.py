@@ -21,6 +21,7 @@ from quire.engine.checks import (
     device_indices,
     float_sinks,
     host_indices,
+    number,
     refuse,
     scalar,
     to_int32,
@@ -119,6 +120,8 @@ def test_scales_that_are_right():
     assert scalar(None, "s") == 1.0 and scalar(2, "s") == 2.0 and scalar(torch.tensor([0.5]), "s") == 0.5
     assert scalar(-1e38, "s") == -1e38 and scalar(torch.tensor(3), "s", positive=True) == 3.0
     refused(lambda: scalar(torch.ones(2), "s"), "s: ", "[2]")
+    assert number(2, "s") == 2.0
+    refused(lambda: number(None, "s"), "s: expected a number, got None")
 
 
 @pytest.mark.parametrize(

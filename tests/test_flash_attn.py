@@ -337,6 +337,32 @@ def test_numbers_are_checked_without_queries_too(argument, value, q_len):
         flash_attn_func(q, k, k, **{argument: value})
 
 
+def test_tables_and_offsets_are_checked_without_queries_too(device):
+    q, k, pages = (torch.empty(n, 2, 64, dtype=torch.float16, device=device) for n in (0, 5, 0))
+    pages = k.new_zeros(4, 16, 2, 64)
+    none, cu = offsets((0,), device), offsets((5,), device)
+    with pytest.raises(quire.ValidationError, match="cu_seqlens_k"):
+        flash_attn_varlen_func(q, k, k, none, cu[:1], 1, 5)
+    with pytest.raises(quire.ValidationError, match="block_table"):
+        flash_attn_varlen_func(q, pages, pages, none, cu, 1, 5, block_table=ints([[0], [1]], device))
+    assert flash_attn_varlen_func(q, pages, pages, none, cu, 1, 5, block_table=ints([[3]], device)).shape == q.shape
+
+
+def test_a_soft_cap_of_none_is_no_cap(device):
+    q, k = (torch.randn(2, n, 4, 64).half().to(device) for n in (3, 9))
+    assert torch.equal(flash_attn_func(q, k, k, softcap=None), flash_attn_func(q, k, k))
+
+
+def test_sinks_that_require_grad_are_refused(device):
+    """Also where they are copied as float32."""
+    q, k = (torch.randn(2, n, 4, 64).half().to(device) for n in (3, 9))
+    sinks = torch.zeros(4, dtype=torch.float16, device=device, requires_grad=True)
+    with pytest.raises(quire.ValidationError, match="s_aux: expected no tensor that requires grad"):
+        flash_attn_func(q, k, k, s_aux=sinks)
+    with torch.no_grad():
+        assert flash_attn_func(q, k, k, s_aux=sinks).shape == q.shape
+
+
 def test_types_are_checked_without_queries_too():
     with pytest.raises(quire.ValidationError, match="int64"):
         flash_attn.flash_attn_qkvpacked_func(torch.empty(0, 0, 3, 2, 64, dtype=torch.int64))

@@ -218,6 +218,8 @@ def test_wrong_arguments():
         flash_mla_with_kvcache(**{**call, "k_cache": torch.zeros(4, 64, 1, 656)}, head_dim_v=512)
     with pytest.raises(quire.ValidationError, match="sm_scale: expected a positive number"):
         flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 0.0)
+    with pytest.raises(quire.ValidationError, match="sm_scale: expected a number, got None"):
+        flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), None)
     with pytest.raises(quire.ValidationError, match="indexer_topk"):
         flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 1.0, indexer_topk=512)
 

@@ -206,6 +206,9 @@ def test_queries_and_cache_as_one_tensor_or_a_pair(device, backend):
             assert torch.equal(wrapper.run(query=query, kv_cache=kv_cache), expected)
     with pytest.raises(quire.ValidationError, match="query: expected it, or q_nope and q_pe, and not both"):
         wrapper.run(parts(p)[0], None, pages.ckv, pages.kpe)
+    for tensors, name in (((p.query, cache.to_sparse()), "kv_cache"), ((p.query.to_sparse(), cache), "query")):
+        with pytest.raises(quire.ValidationError, match=f"{name}: expected a dense tensor"):
+            wrapper.run(query=tensors[0], kv_cache=tensors[1])
 
 
 def test_metadata(device, backend):

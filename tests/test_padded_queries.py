@@ -68,6 +68,20 @@ def test_the_longest_may_be_longer_than_any(device, dtype, q_len):
     p.check(call(p, q_len_per_req=q_len or 5))
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("q_lens", [Q_LENS, (0, 1, 0, 0, 0, 0)], ids=str)
+def test_a_bound_costs_no_memory(device, q_lens, is_masked):
+    """No request has more rows than there are; with a mask the bound says how wide its rows are."""
+    p = drafts(torch.float16, device, q_lens)
+    if is_masked:
+        p.check(call(p, q_len_per_req=200, mask=tree(p, 200)))
+    else:
+        p.check(call(p, q_len_per_req=2**31 - 1))
+    with pytest.raises(quire.ValidationError, match="q_len_per_req=2, got"):
+        offsets = ints((0, *[sum(Q_LENS)] * len(Q_LENS)), "cpu")
+        call(drafts(torch.float16, device), q_len_per_req=2, q_cu_seq_lens=offsets)
+
+
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"),

@@ -380,6 +380,12 @@ def test_training_is_refused():
     q = Q.clone().requires_grad_()
     with pytest.raises(quire.ValidationError, match="grad"):
         integration.attend(Layer(), q, Q, Q, None)
+    sinks = torch.zeros(Q.shape[1], dtype=torch.float16, requires_grad=True)  # which are copied as float32
+    for mask in (None, torch.ones(Q.shape[0], 1, Q.shape[2], Q.shape[2], dtype=torch.bool)):
+        with pytest.raises(quire.ValidationError, match="s_aux: expected no tensor that requires grad"):
+            integration.attend(Layer(), Q, Q, Q, mask, s_aux=sinks)
+    with torch.no_grad():
+        integration.attend(Layer(), Q, Q, Q, None, s_aux=sinks)
 
 
 def test_causal_is_bottom_right_without_a_mask():

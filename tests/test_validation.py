@@ -782,6 +782,8 @@ def test_what_random_calls_found():
     refused(lambda: wrapper.run({}, torch.zeros(1, 2, 16, 2, 64)), "q: expected a torch.Tensor")
 
 
+HEADS = torch.zeros(2, 2, 64), torch.zeros(2, 2, 64)
+PAGES = torch.zeros(2, 2, 16, 16, 64)
 SEVERAL = torch.tensor([1, 2])  # which Python takes for no number and no bool
 
 #: Calls with one argument that is no such thing, and the name that the error begins with.
@@ -812,7 +814,30 @@ NO_SUCH_THING = {
         ),
         "mask_mode",
     ),
-}
+    "no theta": (lambda: quire.apply_rope_pos_ids(*HEADS, i32(0, 7), rope_theta=None), "rope_theta"),
+    "no scale of positions": (lambda: quire.apply_rope_pos_ids(*HEADS, i32(0, 7), rope_scale=None), "rope_scale"),
+    "no factor": (
+        lambda: quire.apply_llama31_rope_pos_ids(*HEADS, i32(0, 7), high_freq_factor=None),
+        "high_freq_factor",
+    ),
+    "no length": (
+        lambda: quire.apply_llama31_rope_pos_ids(*HEADS, i32(0, 7), old_context_len=None),
+        "old_context_len",
+    ),
+    "no factor of logits": (
+        lambda: quire.xqa_batch_decode_with_kv_cache(
+            HEADS[0], PAGES, workspace("cpu"), i32(0, 1)[:, None], i32(3, 4), 16, bmm1_scale=None
+        ),
+        "bmm1_scale",
+    ),
+    "no factor of cuDNN's logits": (
+        lambda: quire.cudnn_batch_decode_with_kv_cache(
+            HEADS[0], PAGES[:, 0], PAGES[:, 1], None, workspace("cpu"), max_sequence_kv=16,
+            actual_seq_lens_kv=i32(3, 4), block_tables=i32(0, 1)[:, None],
+        ),
+        "scale",
+    ),
+}  # fmt: skip
 
 
 def nested(tensor):

@@ -21,8 +21,8 @@ from quire.engine.checks import (
     check_shape,
     check_tensor,
     host_indices,
+    number,
     refuse,
-    scalar,
     to_int32,
 )
 from quire.engine.device import UserWorkspace
@@ -89,7 +89,7 @@ def cudnn_batch_decode_with_kv_cache(
     tables = _check_tables(block_tables, lens, cache.page_size, max_sequence_kv)
     return TableCall(
         q, cache, workspace, tables, lens, max_sequence_kv,
-        Scale.of(scale, "scale", workspace.device, positive=True), Scale(1.0), KVLayout.HND, q_len=q_len,
+        Scale.of_logits(scale, "scale", workspace.device), Scale(1.0), KVLayout.HND, q_len=q_len,
         window_left=window_left, out=out, sinks=sinks, lse=lse, return_lse=return_lse, backend=backend,
     ).attend()  # fmt: skip
 
@@ -170,7 +170,7 @@ def cudnn_batch_prefill_with_kv_cache(
     options = PlanOptions(
         *heads(q.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, k_cache.dtype, target.result.dtype),
-        logits_options(cache.head_dim_qk, scalar(scale, "scale", positive=True), -1, None, "NONE"), causal,
+        logits_options(cache.head_dim_qk, number(scale, "scale", positive=True), -1, None, "NONE"), causal,
         cache.page_size,
     )  # fmt: skip
     rows = None

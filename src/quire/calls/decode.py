@@ -81,7 +81,8 @@ class TableCall(NamedTuple):
         check_flags(enable_pdl=self.enable_pdl, return_lse=self.return_lse)
         if self.variant is not None or self.operands:
             of_plan_and_run(self.name, variant_of(self.variant), self.operands)
-        q_len = 1 if self.q_len is None else check_positive(self.q_len, "q_len_per_req")
+        most = 1 if self.q_len is None else check_positive(self.q_len, "q_len_per_req")
+        q_len = most if self.q_cu_seq_lens is None else min(most, max(1, _num_rows(self.query)))
         indices = self._indices(q_len, check_positive(self.max_seq_len, "max_seq_len"))
         batch_size = indices.batch_size
         self._check_query(batch_size, q_len)
@@ -89,12 +90,12 @@ class TableCall(NamedTuple):
         padded = None
         if self.q_cu_seq_lens is not None:
             rows = self.query.shape[0]
-            padded = PaddedQueries.of(self.q_cu_seq_lens, rows, batch_size, q_len, self.workspace.device)
+            padded = PaddedQueries.of(self.q_cu_seq_lens, rows, batch_size, (q_len, most), self.workspace.device)
         variant, operands = self._placed_variant(padded)
         options = self._plan_options(q_len, target, variant)
         lse = _new_lse(self.query) if self.return_lse and self.lse is None else self.lse
         if self.query.shape[0]:
-            tree_mask = None if self.mask is None else self._tree_mask(batch_size, q_len, padded)
+            tree_mask = None if self.mask is None else self._tree_mask(batch_size, q_len, most, padded)
             spec = AttentionSpec(indices, options, tree_mask=tree_mask)
             self._attend_rows(spec, target.result, lse, padded, operands)
         elif self.sinks is not None:
@@ -155,19 +156,24 @@ class TableCall(NamedTuple):
         if padded is not None:
             padded.unpad((o, out), (statistics, lse))
 
-    def _tree_mask(self, batch_size: int, q_len: int, padded: PaddedQueries | None) -> torch.Tensor:
+    def _tree_mask(self, batch_size: int, q_len: int, most: int, padded: PaddedQueries | None) -> torch.Tensor:
         """The bytes of a tree mask, at a multiple of 4."""
         words = check_tensor(self.mask, "mask")
         if words.dtype is not torch.uint16:
             raise ValidationError(f"mask: expected dtype torch.uint16, 16 tokens a word, got {words.dtype}.")
         rows = {"batch_size": batch_size, "q_len_per_req": q_len}
         rows = rows if padded is None else {"rows of query": padded.num_rows}
-        check_shape(words, "mask", {**rows, "ceil(q_len / 32) * 2": 2 * -(-q_len // 32)})
+        check_shape(words, "mask", {**rows, "ceil(q_len / 32) * 2": 2 * -(-most // 32)})
         check_same_device(words, "mask", self.workspace.device)
-        bits = words.contiguous().view(torch.uint8)
+        bits = words[..., : 2 * -(-q_len // 32)].contiguous().view(torch.uint8)
         if padded is not None:
             return padded.tree_mask(bits)
         return bits.clone() if bits.data_ptr() % 4 else bits
+
+
+def _num_rows(query: Any) -> int:
+    """The rows of all requests together: no request has more, whatever the caller's bound says."""
+    return sum(check_tensor(query, "query").shape[:1])
 
 
 def _new_lse(query: torch.Tensor) -> torch.Tensor:
@@ -230,7 +236,7 @@ def xqa_batch_decode_with_kv_cache(
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     result: torch.Tensor = TableCall(
         query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
-        Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
+        Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len=q_len_per_req,
         q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
         o_scale=o_scale, mask=mask, backend=backend, variant=variant, operands=operands,
@@ -285,7 +291,7 @@ def trtllm_batch_decode_with_kv_cache(
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     return TableCall(
         query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
-        Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
+        Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
         q_len=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
         window_left=window_left, out=out, out_dtype=out_dtype, sinks=sinks, enable_pdl=enable_pdl, o_scale=o_scale,

@@ -122,7 +122,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         seq_lens = check_tensor(seq_lens, "seq_lens")
     result = TableCall.of_latents(
         latent_parts(q_rows, "query"), cached_parts(kv_cache, "kv_cache"), workspace, tables, seq_lens,
-        max_seq_len, Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
+        max_seq_len, Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,

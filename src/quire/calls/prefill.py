@@ -20,7 +20,7 @@ from quire.engine.checks import (
     device_indices,
     host_indices,
     last_entry,
-    scalar,
+    number,
     to_int32,
 )
 from quire.engine.device import UserWorkspace
@@ -99,7 +99,7 @@ def trtllm_batch_context_with_kv_cache(
         indices = host_batch(*batch, cache.page_size, max_q_len, max_kv_len)
         assert indices.qo_indptr is not None
         check_shape(query, "query", {**rows, "nnz_qo": last_entry(indices.qo_indptr)})
-    logits_scale = Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True)
+    logits_scale = Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device)
     v_scale = Scale.of(bmm2_scale, "bmm2_scale", workspace.device)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
@@ -378,8 +378,8 @@ def _logits(
     if pos_encoding_mode is not None and str(pos_encoding_mode).lower() not in ("alibi", "none"):
         raise ValidationError(f"pos_encoding_mode: expected None or 'alibi', got {pos_encoding_mode!r}.")
     mode = "NONE" if pos_encoding_mode is None else pos_encoding_mode.upper()
-    number = scalar(scale, "bmm1_scale", positive=True)
-    return logits_options(head_dim, number, window_left, soft_cap, mode, None, None, chunk or None)
+    factor = number(scale, "bmm1_scale", positive=True)
+    return logits_options(head_dim, factor, window_left, soft_cap, mode, None, None, chunk or None)
 
 
 def _stats(lse: torch.Tensor, head_dim: int, logits: LogitsOptions) -> torch.Tensor:

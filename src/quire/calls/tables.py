@@ -191,7 +191,7 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, name: str, device: torch.device, *, positive: bool = False) -> Scale:
-        """A number or a tensor of one element; on a GPU nobody looks at its value here."""
+        """A number or a tensor of one element, None being 1; on a GPU nobody looks at its value here."""
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             check_same_device(check_tensor(value, name), name, device)
             if value.numel() != 1 or not value.is_floating_point():
@@ -201,6 +201,13 @@ class Scale(NamedTuple):
                 )
             return cls(1.0, value.to(torch.float32))
         return cls(scalar(value, name, positive=positive))
+
+    @classmethod
+    def of_logits(cls, value: Any, name: str, device: torch.device) -> Scale:
+        """The whole factor of q . k, which must be given."""
+        if value is None:
+            raise ValidationError(f"{name}: expected the whole factor of q . k, such as 1 / sqrt(head_dim), got None.")
+        return cls.of(value, name, device, positive=True)
 
     def times(self, other: Scale) -> Scale:
         """The product of both."""

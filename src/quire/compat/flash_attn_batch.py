@@ -18,7 +18,7 @@ from quire.engine.checks import (
     device_indices,
     float_sinks,
     host_indices,
-    scalar,
+    number,
     to_int32,
 )
 from quire.engine.device import OwnWorkspace
@@ -50,19 +50,19 @@ class Scoring(NamedTuple):
 
     @classmethod
     def of(
-        cls, softmax_scale: float | None, causal: bool, window_size: Window, softcap: float,
+        cls, softmax_scale: float | None, causal: bool, window_size: Window, softcap: float | None,
         alibi_slopes: torch.Tensor | None, num_heads: int, qo_len: int | None, num_splits: int = 0,
         dropout_p: float = 0.0, deterministic: bool = False,
     ) -> Scoring:  # fmt: skip
         """Checked; qo_len is None where it differs between requests."""
         check_flags(causal=causal, deterministic=deterministic)
-        if scalar(dropout_p, "dropout_p") != 0:
+        if number(dropout_p, "dropout_p") != 0:
             raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
             raise ValidationError(f"num_splits: expected 0 (any number) or a positive integer, got {num_splits!r}.")
         if softmax_scale is not None:
-            softmax_scale = scalar(softmax_scale, "softmax_scale", positive=True)
-        softcap = scalar(softcap, "softcap")
+            softmax_scale = number(softmax_scale, "softmax_scale", positive=True)
+        softcap = 0.0 if softcap is None else number(softcap, "softcap")
         left, right = _window(window_size)
         if alibi_slopes is not None:
             if not (causal or right == 0 or qo_len == 1):
@@ -140,10 +140,10 @@ def _attend(
         logits_options(dim, softmax_scale, window, softcap, "ALIBI" if has_alibi else "NONE", None, None, chunks),
         causal, page_size, split_size(None, num_splits == 1), qv is not None,
     )  # fmt: skip
-    has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
-    if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
-        return
     batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
+    if not q.shape[0] and not batch.is_on_host:
+        batch.on(q.device)
+        return
     lengths = None if is_masked else batch.on_device(q, k, (out, lse), options)
     if lengths is not None:
         spec = AttentionSpec(lengths, options)
@@ -185,15 +185,9 @@ class _Batch(NamedTuple):
         self, q: torch.Tensor, k: torch.Tensor, results: tuple[torch.Tensor, torch.Tensor | None], options: PlanOptions
     ) -> Lengths | None:
         """The batch for a plan on the GPU, which the host does not wait for; None if the host has to plan."""
-        arrays = self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens
-        if not q.is_cuda or any(t is not None and t.is_cpu for t in arrays):
+        if not q.is_cuda or any(t is not None and t.is_cpu for t in self[:3]):
             return None
-        cu_q, cu_k, lens = (
-            t if t is None else device_indices(t, name)
-            for t, name in zip(arrays, ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens"), strict=True)
-        )
-        table = None if self.block_table is None else _rows(self.block_table.to(q.device))
-        batch = self._batch_size(cu_q, cu_k, lens, table)
+        batch, (cu_q, cu_k, lens, table) = self.on(q.device)
         lengths = Lengths(
             lens, table, self.qo_len, self.page_size, qo_indptr=cu_q, kv_indptr=None if lens is not None else cu_k,
             num_rows=0 if cu_q is None else q.shape[0], num_tokens=0 if table is not None else k.shape[0],
@@ -202,6 +196,23 @@ class _Batch(NamedTuple):
         return (
             lengths if batch and lengths.can_be_counted(*LEAST_TILE, options.num_kv_heads, options.group_size) else None
         )
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether offsets and lengths are."""
+        return all(t is None or t.is_cpu for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens))
+
+    def on(self, device: torch.device) -> tuple[int, tuple[Source, Source, Source, Source]]:
+        """The batch size, and cu_seqlens_q, cu_seqlens_k, seq_lens and block_table, of which the last is copied to the
+        GPU if it lies elsewhere.
+        """
+        arrays = self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens
+        cu_q, cu_k, lens = (
+            t if t is None else device_indices(t, name)
+            for t, name in zip(arrays, ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens"), strict=True)
+        )
+        table = None if self.block_table is None else _rows(self.block_table.to(device))
+        return self._batch_size(cu_q, cu_k, lens, table), (cu_q, cu_k, lens, table)
 
     @staticmethod
     def _batch_size(*arrays: torch.Tensor | None) -> int:

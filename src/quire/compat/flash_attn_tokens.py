@@ -11,7 +11,7 @@ from quire.cache.page import append_paged_kv_cache
 from quire.cache.rope import apply_rope_with_cos_sin_cache
 from quire.calls.tables import check_page_numbers, equal_lengths, row_step, token_pages
 from quire.compat.flash_attn_batch import Source, tensor_of
-from quire.engine.checks import check_same_device, check_shape, check_tensor, scalar, to_int32
+from quire.engine.checks import check_same_device, check_shape, check_tensor, number, to_int32
 from quire.engine.operators import is_tracing
 from quire.errors import ValidationError
 
@@ -90,7 +90,7 @@ def check_longest(offsets: Any, most: int | torch.Tensor, name: str) -> None:
     if offsets.dtype not in (torch.int32, torch.int64):
         raise ValidationError(f"{name.replace('max_seqlen', 'cu_seqlens')}: expected int32, got {offsets.dtype}.")
     longest = int(offsets.diff().max())
-    if longest > (given := scalar(most, name)):
+    if longest > (given := number(most, name)):
         raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {given:g}.")
 
 

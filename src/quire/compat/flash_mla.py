@@ -28,8 +28,8 @@ from quire.engine.checks import (
     check_same_device,
     check_shape,
     check_tensor,
+    number,
     refuse,
-    scalar,
 )
 from quire.engine.device import OwnWorkspace
 from quire.engine.options import foreign
@@ -129,8 +129,8 @@ def flash_mla_sparse_fwd(
     """
     check_shape(check_tensor(q, "q"), "q", {"seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
     check_shape(check_tensor(kv, "kv"), "kv", {"seqlen_kv": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
-    rows, sm_scale = (q.shape[0], 1), scalar(sm_scale, "sm_scale", positive=True)
-    result, lse = _attend_selected(q, kv, indices, rows, "indices", topk_length, d_v, sm_scale, attn_sink, out)
+    rows, scale = (q.shape[0], 1), number(sm_scale, "sm_scale", positive=True)
+    result, lse = _attend_selected(q, kv, indices, rows, "indices", topk_length, d_v, scale, attn_sink, out)
     return result, None, lse
 
 
@@ -165,10 +165,10 @@ def _attend(
         raise UnsupportedError(f"head_dim_v: expected {LATENT_DIM}, got {head_dim_v}.")
     if out is not None:
         check_output(out, "out")
-    number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
+    factor = _KEY_DIM**-0.5 if scale is None else number(scale, "softmax_scale", positive=True)
     result, lse = TableCall.of_latents(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
-        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, lse_unit=LN2,
+        Scale(factor), Scale(1.0), q_len=q_len, out=out, return_lse=True, lse_unit=LN2,
     ).attend()  # fmt: skip
     if sink is not None:
         result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])

@@ -40,6 +40,7 @@ from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from quire.compat import flash_attn
 from quire.compat.transformers_models import check_models, may_omit_masks
+from quire.engine.checks import check_no_grad
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import new_plan, plan_of, repeated
@@ -178,7 +179,9 @@ def attend(
     if mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out = _attend_packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, scale, causal, softcap, s_aux)
     else:
-        sinks = None if s_aux is None else s_aux.detach().float().contiguous()
+        if s_aux is not None:
+            check_no_grad((s_aux,), "s_aux")
+        sinks = None if s_aux is None else s_aux.float().contiguous()
         out = _attend_rows(query, key, value, mask, sinks, scale, causal, softcap or 0.0, padding)
     return (out if out.shape[-1] == head_dim else out[..., :head_dim].contiguous()), None
 

@@ -52,9 +52,14 @@ class PaddedQueries(NamedTuple):
     padding: torch.Tensor  #: [batch_size]: rows of the batch before a request's own
 
     @classmethod
-    def of(cls, offsets: Any, num_rows: int, batch_size: int, q_len: int, device: torch.device) -> PaddedQueries:
-        """From offsets [batch_size + 1] into the rows of the call, which are checked if they are on the host."""
-        indptr = _row_offsets(offsets, num_rows, batch_size, q_len, device)
+    def of(
+        cls, offsets: Any, num_rows: int, batch_size: int, lengths: tuple[int, int], device: torch.device
+    ) -> PaddedQueries:
+        """From offsets [batch_size + 1] into the rows of the call, which are checked if they are on the host. lengths:
+        the rows of a request in the batch, and the most that the caller says it may have.
+        """
+        q_len, most = lengths
+        indptr = _row_offsets(offsets, num_rows, batch_size, most, device)
         begin, rows = indptr[:-1], torch.arange(num_rows, device=device)
         padding = q_len - indptr.diff()
         own = torch.arange(q_len, device=device) - padding[:, None]  # the token of its request, below 0: none

@@ -163,7 +163,7 @@ def float_sinks(sinks: Any, name: str) -> torch.Tensor | None:
         return None
     if not isinstance(sinks, torch.Tensor):
         raise ValidationError(f"{name}: expected a tensor [num_heads] or None, got {sinks!r}.")
-    return check_tensor(sinks.detach(), name).float().contiguous()
+    return check_tensor(sinks, name).float().contiguous()
 
 
 def is_choice(value: Any, choices: tuple[Any, ...]) -> bool:
@@ -282,22 +282,25 @@ def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def scalar(value: Any, name: str, *, positive: bool = False) -> float:
     """A scale as a number in the range of float32; None is 1. For a tensor on a device, waits for it."""
-    if value is None:
-        return 1.0
-    number = value if type(value) is float else _number(value, name)
-    if not (_SMALLEST if positive else -_LARGEST) <= number <= _LARGEST:
+    return 1.0 if value is None else number(value, name, positive=positive)
+
+
+def number(value: Any, name: str, *, positive: bool = False) -> float:
+    """scalar() of a value that must be given, because 1 is not what None would mean."""
+    given = value if type(value) is float else _number(value, name)
+    if not (_SMALLEST if positive else -_LARGEST) <= given <= _LARGEST:
         raise ValidationError(
-            f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}; kernels take "
+            f"{name}: expected a {'positive' if positive else 'finite'} number, got {given}; kernels take "
             f"{_SMALLEST if positive else -_LARGEST:.3g} to {_LARGEST:.3g}, in float32."
         )
-    return number
+    return given
 
 
 def not_negative(value: Any, name: str) -> float:
-    """scalar(), which must be 0 or positive."""
-    if (number := scalar(value, name)) < 0:
-        raise ValidationError(f"{name}: expected a number that is not negative, got {number}.")
-    return number
+    """number(), which must be 0 or positive."""
+    if (given := number(value, name)) < 0:
+        raise ValidationError(f"{name}: expected a number that is not negative, got {given}.")
+    return given
 
 
 def _number(value: Any, name: str) -> float:

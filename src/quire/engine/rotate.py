@@ -17,7 +17,7 @@ from quire.engine.checks import (
     check_same_device,
     check_shape,
     check_tensor,
-    scalar,
+    number,
 )
 from quire.engine.device import max_ctas, on_cuda, target_of
 from quire.engine.launch import launch
@@ -145,8 +145,8 @@ class Angles(NamedTuple):
 
     def numbers(self) -> tuple[float, float, Llama31 | None]:
         """Scale, theta and the factors of Llama 3.1, which must give valid frequencies."""
-        scale = scalar(self.rope_scale, "rope_scale", positive=True)
-        theta = scalar(self.rope_theta, "rope_theta", positive=True)
+        scale = number(self.rope_scale, "rope_scale", positive=True)
+        theta = number(self.rope_theta, "rope_theta", positive=True)
         if scale < _LEAST_SCALE:
             raise ValidationError(f"rope_scale: expected a number of at least {_LEAST_SCALE}, got {scale}.")
         if theta < 1:
@@ -154,10 +154,10 @@ class Angles(NamedTuple):
         if self.llama31 is None:
             return scale, theta, None
         low, high, length = self.llama31
-        low, high = scalar(low, "low_freq_factor"), scalar(high, "high_freq_factor")
+        low, high = number(low, "low_freq_factor"), number(high, "high_freq_factor")
         if not high > low:
             raise ValidationError(f"high_freq_factor: expected more than low_freq_factor={low}, got {high}.")
-        return scale, theta, (low, high, scalar(length, "old_context_len", positive=True))
+        return scale, theta, (low, high, number(length, "old_context_len", positive=True))
 
 
 def _requests(indptr: Any, offsets: Any, nnz: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,6 +84,8 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
     if type(value) is tuple and len(value) == 2 and getattr(value[0], "ndim", 0) == getattr(value[1], "ndim", 0) == 3:
         return value
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            check_tensor(value, name)
         if value.dim() != 3 or value.shape[-1] <= LATENT_DIM:
             raise ValidationError(
                 f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(value.shape)}."
