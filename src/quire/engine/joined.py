@@ -265,10 +265,7 @@ class Work(NamedTuple):
         """The work of a batch whose lengths the host knows; masks other than causal are ignored."""
         indices, options = spec.indices, spec.options
         assert isinstance(indices, Indices)
-        kv = indices.kv_indptr.diff().double()
-        if indices.kv_last_page_len is not None:
-            kv = (kv - 1).clamp(0) * indices.page_size + indices.kv_last_page_len
-        qo = kv.new_full(kv.shape, indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff().double()
+        qo, kv = indices.qo_lens().double(), indices.kv_lens().double()
         hidden = (qo - 1) / 2 if spec.mask is MaskMode.CAUSAL else 0.0
         pairs, dims = float((qo * (kv - hidden).clamp(0)).sum()), options.head_dim_qk + options.head_dim_vo
         tokens = float(kv.sum()) * options.num_kv_heads

@@ -292,11 +292,7 @@ def index_limits(options: PlanOptions, indices: Indices | Lengths) -> dict[str, 
     limits = {"head": options.num_qo_heads, "request": indices.batch_size}
     if isinstance(indices, Lengths) or not indices.batch_size:
         return limits
-    qo_len = indices.qo_len if indices.qo_indptr is None else int(indices.qo_indptr.diff().max())
-    kv_lens = indices.kv_indptr.diff()
-    if indices.kv_last_page_len is not None:
-        kv_lens = torch.where(kv_lens > 0, (kv_lens - 1) * indices.page_size + indices.kv_last_page_len, 0)
-    return {**limits, "q_idx": qo_len, "kv_idx": int(kv_lens.max())}
+    return {**limits, "q_idx": int(indices.qo_lens().max()), "kv_idx": int(indices.kv_lens().max())}
 
 
 def _expression_blocks(params: Any, variant: Variant, template: _PlanTemplate, num_tiles: int) -> ctypes.Structure:

@@ -156,10 +156,7 @@ class _Batch(NamedTuple):
                 tile=tile, mask=plain.key.mask, window_left=options.logits.window_left, max_ctas=1, fixed_split_size=-1,
             ),
         )  # fmt: skip
-        qo_indptr, units, last = indices.qo_indptr, indices.kv_indptr.diff(), indices.kv_last_page_len
-        kv_lens = units if last is None else torch.where(units > 0, (units - 1) * indices.page_size + last, 0)
-        qo_lens = torch.full_like(units, indices.qo_len) if qo_indptr is None else qo_indptr.diff()
-        return cls(qo_lens, kv_lens, largest_page(indices))
+        return cls(indices.qo_lens().int(), indices.kv_lens().int(), largest_page(indices))
 
 
 class RotationAhead(Ahead):

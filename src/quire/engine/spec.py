@@ -51,22 +51,21 @@ def check_repeated(
     max_sequence_kv: Any = None,
 ) -> None:  # fmt: skip
     """Compare the given arrays with `indices`, if both are on the host."""
-    qo_lens = torch.tensor([indices.qo_len], device="cpu") if indices.qo_indptr is None else indices.qo_indptr.diff()
+    qo_lens = indices.qo_lens()
     if seq_lens_q is not None:
         seq_lens_q = _flat(seq_lens_q, "seq_lens_q", indices.batch_size)
         if seq_lens_q.is_cpu and not torch.equal(to_int32(seq_lens_q, "seq_lens_q"), qo_lens):
             got = seq_lens_q.tolist()
             raise ValidationError(f"seq_lens_q: expected {qo_lens.tolist()}, as qo_indptr says, got {got}.")
-    _check_most("max_token_per_sequence", max_token_per_sequence, qo_lens, 0)
-    size = indices.page_size
-    _check_most("max_sequence_kv", max_sequence_kv, indices.kv_indptr.diff() * size, size - 1)
+    _check_most("max_token_per_sequence", max_token_per_sequence, qo_lens)
+    _check_most("max_sequence_kv", max_sequence_kv, indices.kv_lens())
     if block_tables is not None:
         _check_tables(indices, block_tables)
 
 
-def _check_most(name: str, given: Any, lens: torch.Tensor, spare: int) -> None:
-    """Check that `given` is not less than any of `lens`, each of which may be up to `spare` too large."""
-    least = int(lens.max()) - spare if lens.numel() else 0
+def _check_most(name: str, given: Any, lens: torch.Tensor) -> None:
+    """Check that `given` is not less than any of `lens`."""
+    least = int(lens.max()) if lens.numel() else 0
     if given is not None and check_positive(given, name) < least:
         raise ValidationError(f"{name}: expected at least {least}, which a request has, got {given}.")
 

@@ -147,8 +147,7 @@ def _pages(indices: Indices) -> tuple[int, int]:
 
 def _rows_of_a_key(indices: Indices, options: PlanOptions) -> float:
     """How many query rows see a key, in the mean."""
-    kv_lens = indices.kv_indptr.diff().long() * options.page_size
-    qo_lens = torch.full_like(kv_lens, indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff()
+    qo_lens, kv_lens = indices.qo_lens(), indices.kv_lens()
     seen = kv_lens - qo_lens.minimum(kv_lens) / 2 if options.causal else kv_lens
     return options.group_size * float((qo_lens * seen).sum()) / max(1, int(kv_lens.sum()))
 
