@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import reject
 
-from covering import left_out
+from covering import beyond_first, left_out
 from durations import Durations
 from limits import is_expected, limit
 from targets import CUDA_BACKENDS, pin, targets
@@ -90,11 +90,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(path))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what covering.py says."""
+    """Leaves out what covering.py says, and marks what it says is slow."""
     left = set() if config.getoption("every_combination") else left_out(items)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+    for item in beyond_first(items):
+        item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -70,6 +70,17 @@ def covering(rows: Sequence[Sequence[Hashable]], together: int) -> list[int]:
     return sorted(chosen)
 
 
+def beyond_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Of tests that are marked first(n), what comes behind the first n fast combinations on the CPU."""
+    found, counts = [], Counter[str]()
+    for item in items:
+        mark, name = item.get_closest_marker("first"), item.nodeid.partition("[")[0]
+        if mark and _values(item).get("device", "cpu") == "cpu" and not item.get_closest_marker("slow"):
+            counts[name] += 1
+            found += [item] if counts[name] > mark.args[0] else []
+    return found
+
+
 def _is_drawn(test: pytest.Item) -> bool:
     return hasattr(getattr(test, "obj", None), "hypothesis")
 

@@ -245,6 +245,7 @@ def test_decode_with_shared_prefix(device, backend, dtype, signature, kv_layout)
     wrapper.end_forward()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_prefill_with_shared_prefix(device, backend, dtype, kv_layout, causal):

@@ -193,6 +193,7 @@ def test_decode_over_shared_tensors_and_pages(device, backend, dtype, shared):
     p.check(again)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", [8, 3])
 def test_prefill_over_shared_tensors_and_pages(device, backend, dtype, page_size, causal):

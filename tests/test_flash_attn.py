@@ -129,6 +129,7 @@ def test_packed_forms(device, backend, dtype):
     assert torch.equal(again, flat)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("per_request", [False, True])
 def test_alibi(device, backend, dtype, per_request):
     q, k, v = ragged(dtype, device, num_heads=6)

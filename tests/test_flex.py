@@ -59,6 +59,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, score_mod: object, mask_mod: obje
     return weights @ v, torch.logsumexp(score, 3)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", functions("cpu"))
 @pytest.mark.parametrize("kv_heads", [KV_HEADS])
 def test_functions(name, kv_heads, device):
@@ -155,6 +156,7 @@ def check_mask(function: object, device: str) -> BlockMask:
     return mask
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", parts("cpu"))
 def test_parts_of_masks_that_kernels_have(name, device):
     function, expected = parts(device)[name]

@@ -56,6 +56,7 @@ def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, signature):
     check_decode(p, p.paged(16, kv_layout, signature), backend)
 
 
+@pytest.mark.first(2)
 @pytest.mark.each_value
 @KV_DTYPES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -72,6 +73,7 @@ def test_group_sizes(device, backend, dtype, kv_dtype, group_size):
     check_decode(p, p.paged(16), backend)
 
 
+@pytest.mark.first(1)
 @KV_DTYPES
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("window_left", [-1, 0, 33])
@@ -80,6 +82,7 @@ def test_windows_and_soft_caps(device, backend, dtype, kv_dtype, window_left, so
     check_decode(p, p.paged(16), backend)
 
 
+@pytest.mark.first(1)
 @KV_DTYPES
 @pytest.mark.parametrize("q_len", [2, 4, 8])
 def test_several_queries_per_request(device, backend, dtype, kv_dtype, q_len):
@@ -141,6 +144,7 @@ def test_appended_keys_are_the_cache(device, kv_dtype, head_dim):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.first(1)
 @KV_DTYPES
 @pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128)])
 def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):

@@ -31,6 +31,7 @@ def test_half_blocks(device, backend, dtype, dims):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("head_dim", [40, 72, 248])
 def test_half_blocks_in_decode(device, backend, dtype, head_dim):
     p = Problem((1,) * 5, (1, 0, 64, 3000, 77), 12, 2, head_dim, dtype=dtype, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import statistics
 import subprocess
 import sys
 
@@ -82,10 +81,10 @@ print((time.process_time() - collected) / (between - began))
 """
 
 
-def run_python(code, **env):
+def run_python(code, *arguments, **env):
     """Runs `code` in a fresh interpreter; returns what it printed."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", code, *arguments],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -93,6 +92,14 @@ def run_python(code, **env):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_each(*codes):
+    """The words that each prints, in a fork of an interpreter that has imported torch alone."""
+    fork = "import os, sys, torch\nfor code in sys.argv[1:]:\n"
+    fork += "    if not os.fork(): exec(code); sys.stdout.flush(); os._exit(0)\n"
+    fork += "    assert not os.wait()[1]\n    print('end', flush=True)\n"
+    return [told.split() for told in run_python(fork, *codes).split("end\n")[:-1]]
 
 
 def test_import_has_no_effects(tmp_path):
@@ -109,10 +116,12 @@ def test_import_has_no_effects(tmp_path):
 def test_import_is_quick():
     """At most an eighth of what torch's own import takes, in CPU time: other programs on the machine do not count.
 
-    The first run leaves bytecode behind, as an installation does.
+    Of two runs of three: the first leaves bytecode behind, as an installation does, and the third is seldom needed.
     """
-    ratio = statistics.median(float(run_python(TIMED, PYTHONDONTWRITEBYTECODE="")) for _ in range(3))
-    assert ratio <= 1 / 8, f"import quire took {100 * ratio:.0f} % of what import torch took"
+    ratios = [float(run_python(TIMED, PYTHONDONTWRITEBYTECODE="")) for _ in range(2)]
+    if max(ratios) > 1 / 8:
+        ratios.append(float(run_python(TIMED, PYTHONDONTWRITEBYTECODE="")))
+    assert sorted(ratios)[1] <= 1 / 8, f"import quire took {ratios} of what import torch took"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pending(n)) for n in NAMES])
@@ -128,18 +137,15 @@ def test_every_public_name_exists():
 
 def test_public_modules_are_attributes():
     """quire.prefill and the like are reachable after `import quire` alone, as the manuals spell them."""
-    printed = run_python(f"import quire\nfor module in {MODULES}: print(getattr(quire, module).__name__)")
-    names = printed.split()
+    (names,) = run_each(f"import quire\nfor module in {MODULES}: print(getattr(quire, module).__name__)")
     assert [name.rpartition(".")[2].replace("expressions", "expression") for name in names] == list(MODULES)
 
 
 def test_modules_have_flashinfers_names_too():
     """One module, two names, whichever is imported first."""
     told = "print(page is cache.page, page.__name__, page.__spec__.name)"
-    for first in ("import quire.page as page", "from quire import page"):
-        assert run_python(f"{first}\nfrom quire import cache\nimport quire.cache.page\n{told}").split() == [
-            "True",
-            *["quire.cache.page"] * 2,
-        ]
+    orders = ("import quire.page as page", "from quire import page")
+    for names in run_each(*(f"{first}\nfrom quire import cache\nimport quire.cache.page\n{told}" for first in orders)):
+        assert names == ["True", *["quire.cache.page"] * 2]
     with pytest.raises(ModuleNotFoundError, match=r"quire\.nothing"):
         importlib.import_module("quire.nothing")

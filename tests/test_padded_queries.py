@@ -82,6 +82,7 @@ def test_a_bound_costs_no_memory(device, q_lens, is_masked):
         call(drafts(torch.float16, device), q_len_per_req=2, q_cu_seq_lens=offsets)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"),

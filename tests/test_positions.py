@@ -23,6 +23,7 @@ KV_LENS = (37, 130, 4, 17, 1, 0, 4)
 HEADS = ((4, 2), (6, 2), (12, 3), (5, 5), (20, 4), (1, 1), (40, 5))
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("window_left", "soft_cap"), [(-1, None), (7, None), (-1, 5.0), pytest.param(7, 5.0, marks=pytest.mark.slow)]

@@ -150,6 +150,7 @@ def test_the_library_is_tested():
     assert ready == CASES.keys()
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", CASES)
 def test_library(name, device, backend):
     """Paged, with empty requests and NaN behind the keys."""
@@ -591,6 +592,7 @@ def test_single_calls(device, backend):
     check(p, BOTH, (o[None], lse[None]))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend_of_torch", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ragged", "paged", "decode"])
 def test_under_torch_compile(kind, backend_of_torch, device, backend):
@@ -855,6 +857,7 @@ def test_other_values_compile_nothing(device, backend):
     assert not began
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
 def test_float_tensors(kind, device, backend):
     """By strides, of a view."""
