@@ -20,10 +20,12 @@ from public_calls import CALLS
 CALL = {repr(call): call for call in CALLS}
 
 
+@pytest.mark.parametrize("name", CALL)
 @isolated(seconds=120)
-def change(name: str, times: int) -> None:
+@pytest.mark.slow
+def test_changed_tensors_are_refused_or_taken(name: str) -> None:
     call = CALL[name]
-    for number in range(times):
+    for number in range(20):
         source = random.Random(f"{name}:{number}")
         tensors = call.make()
         changed = source.choice(sorted(tensors))
@@ -40,14 +42,13 @@ def change(name: str, times: int) -> None:
             raise AssertionError(f"{changed}: {what}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CALL])
-def test_changed_tensors_are_refused_or_taken(name: str) -> None:
-    change(name, 20)
+@pytest.mark.parametrize("name", CALL)
+@isolated(seconds=120, together=CALL)
+def test_nested_tensors_are_refused(name: str) -> None:
+    """Each tensor in turn is a nested one: in the whole call, and in a run after a good one.
 
-
-@isolated(seconds=120)
-def nest(name: str) -> None:
-    """Each tensor in turn is a nested one: in the whole call, and in a run after a good one."""
+    torch has no sizes of them, and its own check of a signature ends the process.
+    """
     warnings.simplefilter("ignore")  # of torch: nested tensors are a prototype
     call = CALL[name]
     tensors = call.make()
@@ -60,9 +61,3 @@ def nest(name: str) -> None:
             run(tensors)
             with pytest.raises(quire.ValidationError):
                 run(wrong)
-
-
-@pytest.mark.parametrize("name", CALL)
-def test_nested_tensors_are_refused(name: str) -> None:
-    """torch has no sizes of them, and its own check of a signature ends the process."""
-    nest(name)

@@ -141,7 +141,7 @@ def test_no_tensor_is_made_on_the_default_device() -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
-@isolated()
+@isolated(together=WITH_FLOATS)
 @pytest.mark.slow
 def test_gradients_are_refused_and_not_lost(name: str) -> None:
     """An input that requires one is an error that says how to go on, and nothing is written."""
@@ -157,7 +157,7 @@ def test_gradients_are_refused_and_not_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
-@isolated()
+@isolated(together=WITH_FLOATS)
 @pytest.mark.slow
 def test_no_gradient_is_asked_for_without_grad_mode(name: str) -> None:
     call = BY_NAME[name]
@@ -174,7 +174,7 @@ def test_no_gradient_is_asked_for_without_grad_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
-@isolated()
+@isolated(together=WITH_FLOATS)
 def test_negated_views(name: str) -> None:
     """x.conj().imag is such a view: its numbers lie in memory with the other sign."""
     call = BY_NAME[name]
@@ -187,7 +187,7 @@ def test_negated_views(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
-@isolated()
+@isolated(together=WITH_FLOATS)
 def test_complex_and_conjugated_tensors_are_refused(name: str) -> None:
     call = BY_NAME[name]
     for tensor in each(call.floats):
@@ -198,7 +198,7 @@ def test_complex_and_conjugated_tensors_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@isolated()
+@isolated(together=NAMES)
 def test_tensors_without_storage_are_refused(name: str) -> None:
     """FSDP frees parameters so: the shape is as it was, the memory is gone."""
     call = BY_NAME[name]
@@ -257,7 +257,7 @@ def test_expanded_xqa_outputs_are_refused(out_heads: bool) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
-@isolated()
+@isolated(together=WITH_FLOATS)
 def test_expanded_inputs(name: str) -> None:
     """Rows that lie on each other are the same numbers."""
     call = BY_NAME[name]
@@ -285,7 +285,7 @@ def _assert_fake_or_refused(run: Callable[[], Sequence[Tensor]], want: Sequence[
 
 
 @pytest.mark.parametrize("name", NAMES)
-@isolated()
+@isolated(together=NAMES)
 def test_fake_tensors(name: str) -> None:
     """They have a shape and no memory: a fake result, or an error, whether plan() saw real tensors or fake ones.
 
@@ -303,7 +303,7 @@ def test_fake_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@isolated()
+@isolated(together=NAMES)
 def test_functionalized_tensors(name: str) -> None:
     """torch.func.functionalize wraps tensors, and a wrapper has no memory of its own."""
     call = BY_NAME[name]
@@ -317,7 +317,7 @@ def test_functionalized_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@isolated()
+@isolated(together=NAMES)
 def test_make_fx(name: str) -> None:
     """A traced graph computes what the call computes, or tracing is refused: it never returns fresh memory."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -719,7 +719,7 @@ BAD_APPENDS: dict[str, tuple[dict[str, Callable[[], Tensor]], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_APPENDS)
-@isolated()
+@isolated(together=BAD_APPENDS)
 def test_appends_outside_the_cache_are_refused(case: str) -> None:
     """On the host all tables are looked at before anything is written."""
     changes, name = BAD_APPENDS[case]
@@ -855,7 +855,7 @@ def _cascade_plan(arrays: object) -> None:
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-@isolated()
+@isolated(together=FOREIGN)
 def test_bad_arguments_are_named(case: str) -> None:
     """Not one is met by an exception of torch's or Python's own."""
     call, name = FOREIGN[case]
