@@ -74,8 +74,9 @@ def beyond_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Of tests that are marked first(n), what comes behind the first n fast combinations on the CPU."""
     found, counts = [], Counter[str]()
     for item in items:
-        mark, name = item.get_closest_marker("first"), item.nodeid.partition("[")[0]
-        if mark and _values(item).get("device", "cpu") == "cpu" and not item.get_closest_marker("slow"):
+        mark, name = next(item.iter_markers("first"), None), item.nodeid.partition("[")[0]
+        is_slow = next(item.iter_markers("slow"), None) is not None
+        if mark and not is_slow and _values(item).get("device", "cpu") == "cpu":
             counts[name] += 1
             found += [item] if counts[name] > mark.args[0] else []
     return found

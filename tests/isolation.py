@@ -1,7 +1,7 @@
 """Tests in processes apart: a crash or a hang fails one test and says which, instead of ending the run.
 
-A server process imports torch and Quire once, before either has started a thread, and forks for each test, or for several. It also
-imports what torch's tracers import at their first use, which takes over a second.
+A server process imports torch and Quire once, before either has started a thread, and forks for each test, or for
+several. It also imports what torch's tracers import at their first use, which takes over a second.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _failures(test: Callable[..., None], calls: list[tuple[Any, ...]], seconds: 
     return failures
 
 
-def isolated(seconds: float = 60.0, together: Iterable[Any] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def isolated(
+    seconds: float = 60.0, together: Iterable[Any] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs a test of plain arguments in a process of its own, which fails if it takes longer than `seconds`.
 
     together: all values of the test's only argument. They share a process, because a fork of one that has imported

@@ -181,6 +181,7 @@ def matrix(device: str, **options: object) -> tuple[Problem, torch.Tensor, torch
     return p, shown, dense(shown, sizes(ROWS, 16), sizes(KEYS, 8)).flatten()
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_BLOCKS)
 @pytest.mark.parametrize("order", [None, 3])
@@ -194,6 +195,7 @@ def test_variants_of_blocks(name, order, device, backend):
     p.check(wrapper.forward(p.q, p.k, p.v, **of_run), mask=mask, **case.expected())
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("rows", [16, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ import torch
 
 import every_variant
 import quire
-from covering import covering, left_out
+from covering import beyond_first, covering, left_out
+from isolation import isolated
 from limits import BEYOND, LIMITS, is_expected, limit
 from quire.jit import host_target
 from quire.kernels import backends, decide
@@ -140,7 +142,7 @@ class Collected:
     values: tuple[int, ...]
     dtype: torch.dtype | None = None
     obj: object = None
-    marks: tuple[str, ...] = ()
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
     @property
     def nodeid(self) -> str:
@@ -153,7 +155,7 @@ class Collected:
 
     def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
         if name != "parametrize":
-            return (getattr(pytest.mark, mark).mark for mark in self.marks if mark == name)
+            return (one.mark for one in self.marks if one.name == name)
         return (getattr(pytest.mark, name)(parameter, []).mark for parameter in "abc"[: len(self.values)])
 
 
@@ -179,9 +181,43 @@ def test_of_number_types_alone_one_is_kept_where_all_else_is_drawn(is_drawn: boo
 
 
 def test_each_value_alone_where_a_test_is_marked() -> None:
-    tests = [Collected("cpu", values, marks=("each_value",)) for values in itertools.product(range(3), range(5))]
+    tests = [
+        Collected("cpu", values, marks=(pytest.mark.each_value,)) for values in itertools.product(range(3), range(5))
+    ]
     kept = [test.values for test in tests if test not in left_out(tests)]
     assert len(kept) == 5 and [set(column) for column in zip(*kept, strict=True)] == [{0, 1, 2}, {0, 1, 2, 3, 4}]
+
+
+def test_combinations_that_compile_a_variant_each_are_slow_but_for_the_first() -> None:
+    marks = pytest.mark.first(2)
+    tests = [
+        Collected(device, (number,), marks=(marks, pytest.mark.slow) if number == 0 else (marks,))
+        for device in ("cpu", "cuda:0")
+        for number in range(5)
+    ]
+    assert [(test.device, *test.values) for test in beyond_first(tests)] == [("cpu", 3), ("cpu", 4)]
+
+
+ENDS = {"right": "", "wrong": "assert 1 == 2", "dead": "was killed by SIGABRT", "late": "took over 1 s", "last": ""}
+
+
+@isolated(seconds=1, together=ENDS)
+def end(how: str) -> None:
+    if how == "dead":
+        os.abort()
+    while how == "late":
+        pass
+    assert how != "wrong", "assert 1 == 2"
+
+
+def test_tests_that_share_a_process_end_each_by_itself() -> None:
+    for how, said in ENDS.items():
+        try:
+            end(how)
+        except pytest.fail.Exception as error:
+            assert said and said in str(error)
+        else:
+            assert not said
 
 
 def test_types_of_16_bits_take_turns() -> None:

@@ -112,6 +112,7 @@ def test_rope_scale_and_theta(device, backend, dtype, scale, theta):
     p.check(*prefill_paged(p, p.paged(8), backend))
 
 
+@pytest.mark.first(1)
 def test_rope_turns_what_is_seen(device, backend, dtype):
     """Of two equal keys one stands a quarter of a turn from the query: its logit is 0 instead of 1."""
     p = Problem((1,), (2,), 1, 1, 32, dtype=dtype, device=device, sm_scale=1 / 16, pos_encoding_mode="ROPE_LLAMA")

@@ -123,6 +123,7 @@ def test_causal_where_rows_list_their_diagonal_block_last(device, backend, dtype
     p.check(o, lse, mask=mask.flatten())
 
 
+@pytest.mark.first(1)
 def test_causal_and_rotation_are_of_each_row_of_blocks(device, backend, dtype):
     """A row of blocks is a request, whose keys are those it lists."""
     rope = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3}

@@ -89,8 +89,8 @@ def check_one_byte_less(wrapper: object, arguments: tuple[object, ...], options:
 
 def test_exactly_what_is_needed(monkeypatch):
     monkeypatch.setattr("quire.engine.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
-    needs = [check(seed) for seed in range(3_000)]
-    assert sum(need > LEAST for need in needs) > 300 and len(set(needs)) > 20
+    needs = [check(seed) for seed in range(1_500)]
+    assert sum(need > LEAST for need in needs) > 150 and len(set(needs)) > 20
 
 
 def test_for_graphs_too():
