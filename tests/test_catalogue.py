@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, family, same_rows
+from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, same_rows, variants_for_all_lengths
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
     ATTENTION_OPERANDS,
@@ -314,13 +314,13 @@ def test_a_number_type_says_what_tensor_maps_call_it():
 
 
 def test_a_family_is_all_that_plan_may_choose_for_other_lengths():
-    slugs = [spec.slug for spec in family(replace(_DECODE, rows=8, mask=MaskMode.CAUSAL), "auto")]
+    slugs = [spec.slug for spec in variants_for_all_lengths(replace(_DECODE, rows=8, mask=MaskMode.CAUSAL), "auto")]
     heights = [slug.rpartition(".m")[2] for slug in slugs if slug.startswith("attention_decode")]
     assert heights == ["16", "32"], "64 rows of wide heads are fa3's"
     assert [slug for slug in slugs if slug.startswith("attention_fa3")] == [
         f"attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m{rows}" for rows in (128, 192)
     ]
-    assert len(family(_DECODE, "quire:fa2")) == 3
+    assert len(variants_for_all_lengths(_DECODE, "quire:fa2")) == 3
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

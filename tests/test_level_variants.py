@@ -9,7 +9,7 @@ import oracle
 import quire
 from problems import Problem, any_dtype, ints, workspace
 from quire.attention import variants
-from quire.kernels.expressions.rewrite import has_places, variant_of_blocks, variant_of_level
+from quire.kernels.expressions.rewrite import reads_indices, variant_of_blocks, variant_of_level
 from test_cascade import joined, shared_prefix
 from test_chunked_prefill import split
 from test_sparse import bsr, dense, listed, sizes
@@ -161,8 +161,8 @@ def test_where_levels_take_no_variant():
 
 
 def test_variants_of_the_head_alone_stay_as_they_are():
-    assert not has_places(variants.soft_cap) and variant_of_level(variants.soft_cap) is variants.soft_cap
-    assert has_places(variants.alibi) and variant_of_level(variants.alibi) != variants.alibi
+    assert not reads_indices(variants.soft_cap) and variant_of_level(variants.soft_cap) is variants.soft_cap
+    assert reads_indices(variants.alibi) and variant_of_level(variants.alibi) != variants.alibi
     text = str(variant_of_level(variants.alibi))
     assert quire.Variant.parse(text) == variant_of_level(variants.alibi)
 

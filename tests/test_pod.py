@@ -16,7 +16,7 @@ from quire.cli.aot import family, spec_of
 from quire.engine import joined, planner
 from quire.engine import launch as plan_module
 from quire.engine.device import OwnWorkspace
-from quire.engine.joined import SideBySide, Work, sms_of_decode
+from quire.engine.joined import FusedPod, Work, sms_of_decode
 from quire.engine.options import LogitsOptions, PlanOptions, Types
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
@@ -120,7 +120,7 @@ def launches(monkeypatch):
 
 
 def hopper_plan(decision, qo_len, kv_len):
-    """What SideBySide knows of an Attention over three requests."""
+    """What FusedPod knows of an Attention over three requests."""
     types, pages = Types(*[decision.key.q] * 3), -(-kv_len // 64)
     options = PlanOptions(32, 8, 128, 128, types, LogitsOptions(0.1, -1, 0.0), qo_len > 1, 64, 0)
     last, indptr = torch.full((3,), (kv_len - 1) % 64 + 1), torch.arange(4) * pages
@@ -141,7 +141,7 @@ def test_one_launch_has_the_parameters_of_both(launches, qo_len):
     """At the time of the launch; its CTAs are those that decode and those of the prefill's schedule."""
     prefill = hopper_plan(key_of("fa3", rows=4 * qo_len, mask=MaskMode.CAUSAL), qo_len, 2000)
     decodes = hopper_plan(key_of("decode"), 1, 5000)
-    both = SideBySide(prefill, decodes, 20)
+    both = FusedPod(prefill, decodes, 20)
     for pointer in (64, 128):
         assert both.run(partial(run_plan, prefill, pointer), partial(run_plan, decodes, pointer + 1)) == (
             pointer, pointer + 1,
@@ -167,7 +167,7 @@ def test_a_divided_prefill_is_beside_long_decodes_only(launches, monkeypatch, qo
     prefill = hopper_plan(key_of("fa3", rows=4 * qo_len, mask=MaskMode.CAUSAL), qo_len, 2000)
     decodes = hopper_plan(key_of("decode"), 1, kv_len)
     monkeypatch.setattr(joined, "Attention", lambda *_: prefill)
-    both = SideBySide.of(prefill.spec, None, decodes)
+    both = FusedPod.of(prefill.spec, None, decodes)
     assert (both is not None) == is_one
 
 
@@ -175,7 +175,7 @@ def test_each_plan_launches_by_itself_otherwise(launches):
     """Also after an error in one of them, of which nothing was launched."""
     prefill = hopper_plan(key_of("fa3", rows=8000, mask=MaskMode.CAUSAL), 2000, 2000)
     decodes = hopper_plan(key_of("decode"), 1, 5000)
-    both = SideBySide(prefill, decodes, 66)
+    both = FusedPod(prefill, decodes, 66)
     with pytest.raises(ZeroDivisionError):
         both.run(partial(run_plan, prefill, 64), lambda: 1 // 0)
     assert not launches
@@ -184,7 +184,7 @@ def test_each_plan_launches_by_itself_otherwise(launches):
 
 
 def test_other_heads_have_plans_of_their_own(launches):
-    both = SideBySide(
+    both = FusedPod(
         hopper_plan(key_of("fa3", rows=8000), 2000, 2000), hopper_plan(key_of("decode"), 1, 5000), 66
     )  # fmt: skip
     q, fewer = torch.empty(3, 32, 128), torch.empty(3, 16, 128)
@@ -244,7 +244,7 @@ def test_a_single_prefill_beside_decodes():
     for length, causal in ((4096, True), (4096, True), (4096, False), (3000, True), (4096, True)):
         p = Problem((length,), (length,), causal=causal, **options)
         o, (o_d, lse_d) = wrapper.run(p.q, p.k, p.v, d.q, cache.kv, causal_p=causal, return_lse_d=True)
-        plans.add(wrapper._beside[1])
+        plans.add(wrapper._fused[1])
         expected = quire.single_prefill_with_kv_cache(p.q, p.k, p.v, causal=causal)
         for ours, other in ((o, expected), (o_d, alone[0]), (lse_d, alone[1])):
             torch.testing.assert_close(ours, other, atol=1e-2, rtol=1e-2)

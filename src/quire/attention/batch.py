@@ -24,7 +24,7 @@ from quire.engine.checks import batch_size_of, check_positive, device_of, host_i
 from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
-from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
+from quire.engine.operands import Level, RemappedOperands, operands_of_levels, unexpected, variant_of
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
@@ -211,7 +211,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         self._of_requests = variant_of(variant)
         own = None if self._of_requests is None else variant_of_level(self._of_requests)
         super().__init__(float_workspace_buffer, kv_layout, False, backend, own)
-        self._placed: PlacedOperands | None = None  # once planned, what the variant reads
+        self._remapped: RemappedOperands | None = None  # once planned, what the variant reads
         self._prefix: Attention | None = None  # its plan, where it is a launch of its own
         self._apart = ""  # why
 
@@ -239,12 +239,12 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         check_offsets(prefix, "prefix_indptr", 2**31 - 1)
         indices = Indices(batch, qo, 0, own, None, None, 1)
         spec = AttentionSpec(indices, options)
-        placed = None
+        remapped = None
         if self._of_requests is not None:
             levels = Level(qo, prefix.diff()), Level.of(indices)
-            placed = operands_of_levels(self._of_requests, levels, options.num_qo_heads, self._workspace.device)
-        self._plan_levels(spec, qo, prefix.clone(), [operands] * 2 if placed is None else placed.of_plan(operands))
-        self._placed = placed
+            remapped = operands_of_levels(self._of_requests, levels, options.num_qo_heads, self._workspace.device)
+        self._plan_levels(spec, qo, prefix.clone(), [operands] * 2 if remapped is None else remapped.of_plan(operands))
+        self._remapped = remapped
 
     def _plan_levels(
         self, spec: AttentionSpec, qo: torch.Tensor, prefix: torch.Tensor, operands: list[Any]
@@ -294,7 +294,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
             unexpected("run", operands)
             others = shared if attention.spec.options.prefix else ()
             return attention.run(q, (k, v), out, lse, return_lse, options._replace(others=others))
-        of_prefix, own = [operands] * 2 if self._placed is None else self._placed.of_run(operands)
+        of_prefix, own = [operands] * 2 if self._remapped is None else self._remapped.of_run(operands)
         scale, scales = scales_of_values(attention.spec.options, q, v_scale)
         options = options._replace(v_scale=None)  # results times it may be beyond the range that their sum is in
         o, statistics = attention.run(q, (k, v), out, lse, True, options._replace(operands=own))

@@ -24,7 +24,7 @@ from quire.attention.shared_prefix import (
 from quire.cache.merge import merge_state, merge_state_in_place, merge_states
 from quire.engine.checks import check_flags, check_positive
 from quire.engine.joined import check_kernel_for_levels, join_levels
-from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
+from quire.engine.operands import Level, RemappedOperands, operands_of_levels, unexpected, variant_of
 from quire.engine.schedule import Indices
 from quire.engine.tensors import PagedCache
 from quire.errors import UnsupportedError, ValidationError
@@ -78,7 +78,7 @@ class MultiLevelCascadeAttentionWrapper:
         self._joined = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
         self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
         self._variant = variant_of(variant)
-        self._operands: PlacedOperands | None = None  # once planned, what the variant reads
+        self._operands: RemappedOperands | None = None  # once planned, what the variant reads
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
@@ -163,7 +163,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     begin_forward = plan
 
-    def _operands_of(self, calls: Sequence[_LevelCall]) -> PlacedOperands | None:
+    def _operands_of(self, calls: Sequence[_LevelCall]) -> RemappedOperands | None:
         if self._variant is None:
             return None
         specs = [level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]
@@ -173,7 +173,7 @@ class MultiLevelCascadeAttentionWrapper:
     def _plan_joined(self, calls: Sequence[_LevelCall], operands: Mapping[str, Any]) -> str:
         """Plan all levels as one launch; why not, where they cannot be one, or where a level is wrong."""
         if self._variant is not None:
-            return "a variant of one's own is attended to level by level"
+            return "custom variants are attended to level by level"
         unexpected("plan", operands)
         if len(calls) == 1:
             return "there is one level"

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from quire.engine.attention import Attention
 from quire.engine.checks import check_flags, check_shape, check_tensor, refuse, scalar
-from quire.engine.operands import of_plan_and_run
+from quire.engine.operands import split_operands
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import plan_of, repeated
@@ -286,7 +286,7 @@ class _Trace(NamedTuple):
         """Call the functions with values that record operations."""
         tracer = _Capturing()
         variant, parts = tracer.variant_of(score_mod, mask_mod, lengths)
-        of_mask, of_score = of_plan_and_run("flex_attention", variant, {} if variant is None else tracer.captured)
+        of_mask, of_score = split_operands("flex_attention", variant, {} if variant is None else tracer.captured)
         return cls(variant, parts, of_mask, of_score, tuple(tracer.origins[name] for name in of_mask))
 
 
@@ -307,7 +307,7 @@ class _KeptTrace(NamedTuple):
         if not tracer.is_lasting or any(id(t) not in places or t.dtype in _CONVERTED for t in origins):
             return None
         captured = {} if variant is None else {name: places[id(t)] for name, t in tracer.origins.items()}
-        of_mask, of_score = of_plan_and_run("flex_attention", variant, captured)
+        of_mask, of_score = split_operands("flex_attention", variant, captured)
         return cls(_Trace(variant, parts, {}, {}), of_mask, of_score, state.kept)
 
     def with_tensors(self, tensors: list[torch.Tensor], key: Hashable) -> _Trace:

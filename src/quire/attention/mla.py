@@ -102,7 +102,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             kv_indices=kv_indices, kv_len_arr=kv_len_arr,
         )  # fmt: skip
         self._lse_base_on_e: bool | None = None
-        self._told: tuple[bool | None, bool] = None, False  # enable_pdl and use_sinks of plan()
+        self._plan_defaults: tuple[bool | None, bool] = None, False  # enable_pdl and use_sinks of plan()
         self._has_kpe = True
         self._token_scaled: tuple[Attention, Attention] | None = None  # the last plan, and that for ckv_scale_arr
 
@@ -151,7 +151,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         )
         self.set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
         self._has_kpe = head_dim_kpe != 0
-        self._lse_base_on_e, self._told = _LSE_MODES[lse_mode], (enable_pdl, use_sinks)
+        self._lse_base_on_e, self._plan_defaults = _LSE_MODES[lse_mode], (enable_pdl, use_sinks)
         self._causal, self._sm_scale, self._page_size = options.causal, options.logits.sm_scale, options.page_size
 
     begin_forward = plan
@@ -205,8 +205,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         Raises ValidationError naming the argument, or PlanError without a plan.
         """
         if enable_pdl is None:
-            enable_pdl = self._told[0]
-        if self._told[1] and sinks is None:
+            enable_pdl = self._plan_defaults[0]
+        if self._plan_defaults[1] and sinks is None:
             raise ValidationError("sinks: expected a tensor, as use_sinks=True of plan() says, got None.")
         check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e, enable_pdl=enable_pdl)
         pair = _either("query", query, "q_nope", q_nope, "q_pe", q_pe)

@@ -22,7 +22,7 @@ from quire.engine.checks import check_flags, check_tensor
 from quire.engine.device import on_cuda
 from quire.engine.graph import is_capturing
 from quire.engine.inspection import Explanation
-from quire.engine.joined import SideBySide
+from quire.engine.joined import FusedPod
 from quire.engine.operands import variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import foreign
@@ -63,7 +63,7 @@ class PODWithPagedKVCacheWrapper:
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer, variant=self._variant,
         )  # fmt: skip
-        self._beside: tuple[Hashable, SideBySide | None] = (), None  # of what, and its launch
+        self._fused: tuple[Hashable, FusedPod | None] = (), None  # of what, and its launch
         self.plan = self.begin_forward = self._decode.plan
         self.reset_workspace_buffer = self._decode.reset_workspace_buffer
 
@@ -97,21 +97,21 @@ class PODWithPagedKVCacheWrapper:
         and those of the score for the decodes.
         """
         self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
-        beside = None
+        fused = None
         if custom_mask_p is None and packed_custom_mask_p is None and self._variant is None:
-            beside = self._prefill_beside(
+            fused = self._fused_prefill(
                 q_p, k_p, v_p, KVLayout.of(kv_layout_p), causal=causal_p, pos_encoding_mode=pos_encoding_mode_p,
                 sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
             )  # fmt: skip
-        if beside is not None and beside.takes(q_p, q_d):
+        if fused is not None and fused.takes(q_p, q_d):
             check_flags(causal_p=causal_p, enable_pdl=enable_pdl)
             options = RunOptions(enable_pdl=enable_pdl)
-            attend = partial(beside.prefill.run, q_p, (k_p, v_p), return_lse=return_lse_p, options=options)
+            attend = partial(fused.prefill.run, q_p, (k_p, v_p), return_lse=return_lse_p, options=options)
             decodes = partial(
                 self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 enable_pdl=enable_pdl, return_lse=return_lse_d, **operands_d,
             )  # fmt: skip
-            return beside.run(attend, decodes)
+            return fused.run(attend, decodes)
         prefill = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
             kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
@@ -124,9 +124,9 @@ class PODWithPagedKVCacheWrapper:
         )  # fmt: skip
         return prefill, decode
 
-    def _prefill_beside(
+    def _fused_prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KVLayout, **options: Any
-    ) -> SideBySide | None:
+    ) -> FusedPod | None:
         """One launch of a prefill and the decodes, kept for later calls with the same lengths; None if the prefill runs
         before the decodes.
         """
@@ -135,14 +135,14 @@ class PODWithPagedKVCacheWrapper:
             return None
         spec = spec_of_one(q, k, v, layout, None, logits_soft_cap=None, **options)
         wanted = decodes, spec.options, q.shape, k.shape, layout
-        if self._beside[0] != wanted:
-            self._beside = wanted, SideBySide.of(spec, layout, decodes)
-        return self._beside[1]
+        if self._fused[0] != wanted:
+            self._fused = wanted, FusedPod.of(spec, layout, decodes)
+        return self._fused[1]
 
     def explain(self) -> tuple[Explanation, ...]:
         """How the decodes are planned, and the prefill of the last run() where one launch computes both."""
-        beside = self._beside[1]
-        return self._decode.explain(), *(() if beside is None else (beside.prefill.explain(),))
+        fused = self._fused[1]
+        return self._decode.explain(), *(() if fused is None else (fused.prefill.explain(),))
 
     def _check_decode_options(self, layout: str, encoding: str, sm_scale: float | None, window_left: int) -> None:
         """Refuse values other than the defaults and those given to plan() and the constructor."""
@@ -167,7 +167,7 @@ class BatchPODWithPagedKVCacheWrapper:
         kind = BatchPrefillWithPagedKVCacheWrapper
         self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout, variant=variant) for _ in range(2))
         self._spec_of_prefills: Callable[..., AttentionSpec] | None = None  # with the masks of run()
-        self._beside: SideBySide | None = None
+        self._fused: FusedPod | None = None
         self._planned_causal: bool | None = None  # None: under a mask, or not at all
 
     @foreign(permissions="non_blocking")
@@ -206,11 +206,11 @@ class BatchPODWithPagedKVCacheWrapper:
         """Plan the prefills, in one launch with the decodes or by themselves."""
         assert self._spec_of_prefills is not None
         spec = self._spec_of_prefills(**masks)
-        self._beside = SideBySide.of(spec, self._prefill._layout, planned(self._decode._attention))
-        if self._beside is None:
+        self._fused = FusedPod.of(spec, self._prefill._layout, planned(self._decode._attention))
+        if self._fused is None:
             self._prefill.set_plan(spec)
         else:
-            self._prefill._attention = self._beside.prefill
+            self._prefill._attention = self._fused.prefill
 
     def explain(self) -> tuple[Explanation, Explanation]:
         """How the prefills and the decodes are planned; a note says where one launch computes both."""
@@ -245,6 +245,6 @@ class BatchPODWithPagedKVCacheWrapper:
             self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             return_lse=return_lse, enable_pdl=enable_pdl, **operands_d,
         )  # fmt: skip
-        if is_tracing() or self._beside is None or not self._beside.takes(q_p, q_d):
+        if is_tracing() or self._fused is None or not self._fused.takes(q_p, q_d):
             return prefill(), decode()
-        return self._beside.run(prefill, decode)
+        return self._fused.run(prefill, decode)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.calls.decode import TableCall
-from quire.calls.tables import BlockTables, CacheParts, Scale, check_lengths, check_page_numbers
+from quire.calls.tables import BlockTables, PagedKV, Scale, check_lengths, check_page_numbers
 from quire.engine.checks import (
     check_contiguous_last,
     check_output,
@@ -33,13 +33,13 @@ from quire.engine.checks import (
 )
 from quire.engine.device import UserWorkspace, target_of
 from quire.engine.launch import launch, row_grid
-from quire.engine.operands import PlacedOperands, int32_table, of_plan_and_run, variant_of
+from quire.engine.operands import RemappedOperands, int32_table, split_operands, variant_of
 from quire.engine.run import Result
 from quire.engine.schedule import check_count, check_range
 from quire.engine.tensors import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
-from quire.kernels.expressions.rewrite import variant_without_mask, with_places
+from quire.kernels.expressions.rewrite import remap_indices, variant_without_mask
 from quire.kernels.expressions.trace import Tracer, Value
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
@@ -221,11 +221,11 @@ def batch_decode_with_selected_pages(
     scale = Scale.of(own_scale, "sm_scale", workspace.device, positive=True)
     rows = q.reshape(q.shape[0] * heads, -1, q.shape[2])
     given = variant_of(variant)
-    of_plan_and_run("batch_decode_with_selected_pages", given, operands)
+    split_operands("batch_decode_with_selected_pages", given, operands)
     if given is not None:
-        variant, operands = _placed(given, operands, q, heads)
+        variant, operands = _remapped(given, operands, q, heads)
     result: Any = TableCall(
-        rows, CacheParts.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),
+        rows, PagedKV.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),
         selected.seq_lens.flatten(), top_k * page_size,
         scale.times(Scale.of(k_scale, "k_scale", workspace.device, positive=True)),
         Scale.of(v_scale, "v_scale", workspace.device), out=_rows_of(out, "out", q, heads), enable_pdl=enable_pdl,
@@ -240,7 +240,7 @@ def batch_decode_with_selected_pages(
 _PLACES = "requests_and_heads"
 
 
-def _placed(
+def _remapped(
     variant: Variant, given: Mapping[str, Any], q: torch.Tensor, num_kv_heads: int
 ) -> tuple[Variant, dict[str, Any]]:
     """The variant for rows of one KV head each, and its operands."""
@@ -249,7 +249,9 @@ def _placed(
     table = torch.stack((rows // num_kv_heads, rows % num_kv_heads * (num_qo_heads // num_kv_heads)), 1)
     tables = {} if of_rows == variant_without_mask(variant) else {_PLACES: int32_table(table, q.device)}
     limits = {"head": num_qo_heads, "request": batch_size, "q_idx": 1}
-    return of_rows, PlacedOperands(variant_without_mask(variant), of_rows, (tables,), limits, q.device).of_run(given)[0]
+    return of_rows, RemappedOperands(variant_without_mask(variant), of_rows, (tables,), limits, q.device).of_run(given)[
+        0
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -261,7 +263,7 @@ def _variant_of_rows(variant: Variant) -> Variant:
             f"variant: expected none that reads {min(unknown)}: tables of selected pages do not say where a page is in "
             f"its request."
         )
-    return with_places(plain, (_PLACES,), _places) if reads & {"head", "request"} else plain
+    return remap_indices(plain, (_PLACES,), _places) if reads & {"head", "request"} else plain
 
 
 def _places(tracer: Tracer) -> dict[str, Value]:

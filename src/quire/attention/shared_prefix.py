@@ -129,7 +129,7 @@ class _SharedPrefixWrapper:
         self, own: Attention, k_shared: torch.Tensor, causal: bool, place: tuple[KVLayout, Workspace, str]
     ) -> Attention | str:
         if self._variant is not None:
-            return "a variant of one's own is attended to level by level"
+            return "custom variants are attended to level by level"
         batch = own.same_batch()
         try:
             return _join(batch._replace(options=batch.options._replace(causal=causal)), k_shared, *place)

@@ -15,7 +15,7 @@ import torch
 
 from quire.engine.batch import BlockLists, BlockMatrix, lists_of_heads
 from quire.engine.checks import check_output, check_shape, check_tensor
-from quire.engine.operands import PlacedOperands, variant_of
+from quire.engine.operands import RemappedOperands, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, foreign, heads, options_of
 from quire.engine.run import Result, RunOptions
@@ -46,24 +46,24 @@ class BlockListsWrapper(AttentionWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
         self._of_matrix = variant_of(variant)
-        self._placed: PlacedOperands | None = None  # once planned, what it reads
+        self._remapped: RemappedOperands | None = None  # once planned, what it reads
 
     def _plan_lists(
         self, lists: BlockLists, options: PlanOptions, heads: tuple[int, int], sizes: tuple[int, int],
         operands: Mapping[str, Any], mask: torch.Tensor | None = None, packed_mask: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """heads: query and KV heads; sizes: queries and keys of the matrix."""
-        placed = None
+        remapped = None
         if self._of_matrix is not None:
             if self._of_matrix.has_mask and (mask is not None or packed_mask is not None):
                 raise ValidationError("mask: expected none beside a variant with a mask: let that read a tensor.")
-            placed = lists.placed(self._of_matrix, heads, options.group_size, sizes, self._workspace.device)
-            options, (operands,) = options._replace(variant=placed.planned), placed.of_plan(operands)
+            remapped = lists.remapped(self._of_matrix, heads, options.group_size, sizes, self._workspace.device)
+            options, (operands,) = options._replace(variant=remapped.planned), remapped.of_plan(operands)
         self.set_plan(AttentionSpec(lists.indices(), options, mask, packed_mask, operands=operands))
-        self._placed = placed
+        self._remapped = remapped
 
     def _of_run(self, operands: Mapping[str, Any]) -> Mapping[str, Any]:
-        return operands if self._placed is None else self._placed.of_run(operands, is_tracing())[0]
+        return operands if self._remapped is None else self._remapped.of_run(operands, is_tracing())[0]
 
 
 class BlockSparseAttentionWrapper(BlockListsWrapper):

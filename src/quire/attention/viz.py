@@ -215,7 +215,7 @@ def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: 
     True
     """
     wrapper = _wrapper_of(plan)
-    attention, notes = planned(wrapper._attention).timed()
+    attention, notes = planned(wrapper._attention).with_timeline()
     twin, unit = copy(wrapper), "SM" if attention.decision.problem.on_cuda else "thread"
     twin._attention, twin._graph = attention, None
     for _ in range(2):

@@ -11,7 +11,7 @@ import torch
 
 from quire.calls.decode import TableCall
 from quire.calls.prefill import wide_query
-from quire.calls.tables import CacheParts, Scale, Target, check_lengths, indices_of
+from quire.calls.tables import Output, PagedKV, Scale, check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     check_flags,
@@ -166,10 +166,10 @@ def cudnn_batch_prefill_with_kv_cache(
     for tensor, name in ((q, "q"), (k_cache, "k_cache"), (v_cache, "v_cache")):
         check_same_device(tensor, name, workspace.device)
     offsets.check(lens, q.shape[1], cache)
-    query, target = _target(q, out, o_data_type, cache.head_dim_vo)
+    query, output = _output(q, out, o_data_type, cache.head_dim_vo)
     options = PlanOptions(
         *heads(q.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
-        Types.of(query.dtype, k_cache.dtype, target.result.dtype),
+        Types.of(query.dtype, k_cache.dtype, output.result.dtype),
         logits_options(cache.head_dim_qk, number(scale, "scale", positive=True), -1, None, "NONE"), causal,
         cache.page_size,
     )  # fmt: skip
@@ -180,12 +180,12 @@ def cudnn_batch_prefill_with_kv_cache(
     name = "auto" if backend is None or backend == "cubin" else backend
     lse_unit = LN2 if lse_base == "ln" else 1.0
     AttentionCall(
-        AttentionSpec(indices, options), query, cache.as_given, workspace, layout, name, target.result, rows,
+        AttentionSpec(indices, options), query, cache.caller, workspace, layout, name, output.result, rows,
         options=RunOptions(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, lse_unit=lse_unit),
     ).attend()  # fmt: skip
     if rows is not None and lse is not None:
         _place(rows, lse, lens, offsets.stats is not None)
-    return target.finish(), lse if return_lse else None
+    return output.finish(), lse if return_lse else None
 
 
 class _Offsets(NamedTuple):
@@ -198,7 +198,7 @@ class _Offsets(NamedTuple):
     stats: Any
     in_tokens: bool
 
-    def check(self, lens: _Lengths, num_qo_heads: int, cache: CacheParts) -> None:
+    def check(self, lens: _Lengths, num_qo_heads: int, cache: PagedKV) -> None:
         """Requests lie one after the other in each tensor."""
         for name, indptr, row in (
             ("q", lens.qo_indptr, num_qo_heads * cache.head_dim_qk),
@@ -303,23 +303,23 @@ def _check_tables(block_tables: Any, lens: torch.Tensor, page_size: int, most: A
     return to_int32(tables, "block_tables")
 
 
-def _pages(k_cache: Any, v_cache: Any) -> CacheParts:
+def _pages(k_cache: Any, v_cache: Any) -> PagedKV:
     """Of pages [num_pages, num_kv_heads, page_size, head_dim]."""
     sizes: dict[str, int | None] = dict.fromkeys(("num_pages", "num_kv_heads", "page_size", "head_dim_qk"))
     check_shape(check_tensor(k_cache, "k_cache"), "k_cache", sizes)
     pages = dict(zip(("num_pages", "num_kv_heads", "page_size"), k_cache.shape, strict=False))
     _check_values(v_cache, k_cache, pages)
-    return CacheParts.of((k_cache, v_cache), KVLayout.HND)
+    return PagedKV.of((k_cache, v_cache), KVLayout.HND)
 
 
-def _ragged(k: Any, v: Any, lens: _Lengths, most: Any) -> CacheParts:
+def _ragged(k: Any, v: Any, lens: _Lengths, most: Any) -> PagedKV:
     """Of keys [nnz_kv, num_kv_heads, head_dim_qk], without pages."""
     _check_most(lens.kv, "actual_seq_lens_kv", most, "max_sequence_kv")
     nnz_kv = int(lens.kv_indptr[-1])
     sizes: dict[str, int | None] = {"nnz_kv": nnz_kv, "num_kv_heads": None, "head_dim_qk": None}
     check_shape(check_tensor(k, "k_cache"), "k_cache", sizes)
     _check_values(v, k, {"nnz_kv": nnz_kv, "num_kv_heads": k.shape[1]})
-    return CacheParts((k, v), 0, k.shape[1], k.shape[2], v.shape[2])
+    return PagedKV((k, v), 0, k.shape[1], k.shape[2], v.shape[2])
 
 
 def _check_values(v_cache: Any, k_cache: torch.Tensor, sizes: dict[str, int]) -> None:
@@ -328,13 +328,13 @@ def _check_values(v_cache: Any, k_cache: torch.Tensor, sizes: dict[str, int]) ->
         raise ValidationError(f"v_cache: expected the dtype of k_cache, {k_cache.dtype}, got {v_cache.dtype}.")
 
 
-def _target(q: torch.Tensor, out: Any, o_data_type: Any, head_dim_vo: int) -> tuple[torch.Tensor, Target]:
+def _output(q: torch.Tensor, out: Any, o_data_type: Any, head_dim_vo: int) -> tuple[torch.Tensor, Output]:
     """The queries, 16 bits wide at least, and where the result goes."""
     dtype = None if o_data_type is None else dtype_of(o_data_type, "o_data_type").torch
     if out is not None and dtype is not None and check_output(out, "out").dtype is not dtype:
         raise ValidationError(f"out: expected o_data_type={dtype}, got {out.dtype}.")
     query = wide_query(q, out, dtype)
-    return query, Target.of(out, query, head_dim_vo, 1.0, dtype)
+    return query, Output.of(out, query, head_dim_vo, 1.0, dtype)
 
 
 def _lse(lse: Any, lens: _Lengths, most: int, q: torch.Tensor, is_packed: bool) -> torch.Tensor:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls.tables import BlockTables, CacheParts, Scale, Target
+from quire.calls.tables import BlockTables, Output, PagedKV, Scale
 from quire.engine.attention import AttentionCall
 from quire.engine.batch import PaddedQueries
 from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor
 from quire.engine.device import UserWorkspace, Workspace
 from quire.engine.launch import refuse_make_fx
-from quire.engine.operands import of_plan_and_run, variant_of
+from quire.engine.operands import split_operands, variant_of
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.planner import NO_OPERANDS
@@ -33,7 +33,7 @@ class TableCall(NamedTuple):
     """Decode over a block table: the arguments of a public function, translated."""
 
     query: torch.Tensor  #: [rows, num_qo_heads, head_dim]; of latents the part with positions
-    cache: CacheParts
+    cache: PagedKV
     workspace: Workspace
     block_tables: torch.Tensor | Lengths  #: or both tables and lengths, checked
     seq_lens: Any
@@ -71,7 +71,7 @@ class TableCall(NamedTuple):
         """
         (q_nope, q_pe), (ckv, kpe, *scales) = query, kv_cache
         check_shape(q_nope, "q_nope", {"rows": q_pe.shape[0], "num_heads": q_pe.shape[1], "head_dim": None})
-        cache = CacheParts.of((kpe.unsqueeze(2), ckv.unsqueeze(2)), KVLayout.NHD, is_one_type=not scales)
+        cache = PagedKV.of((kpe.unsqueeze(2), ckv.unsqueeze(2)), KVLayout.NHD, is_one_type=not scales)
         call = cls(q_pe, cache, *arguments, **options)
         return call._replace(q_nope=q_nope, ckv_scales=scales[0].unsqueeze(2) if scales else None)
 
@@ -80,27 +80,27 @@ class TableCall(NamedTuple):
         refuse_make_fx("decode on block tables")
         check_flags(enable_pdl=self.enable_pdl, return_lse=self.return_lse)
         if self.variant is not None or self.operands:
-            of_plan_and_run(self.name, variant_of(self.variant), self.operands)
+            split_operands(self.name, variant_of(self.variant), self.operands)
         most = 1 if self.q_len is None else check_positive(self.q_len, "q_len_per_req")
         q_len = most if self.q_cu_seq_lens is None else min(most, max(1, _num_rows(self.query)))
         indices = self._indices(q_len, check_positive(self.max_seq_len, "max_seq_len"))
         batch_size = indices.batch_size
         self._check_query(batch_size, q_len)
-        target = Target.of(self.out, self.query, self.cache.head_dim_vo, self.o_scale, self.out_dtype)
+        output = Output.of(self.out, self.query, self.cache.head_dim_vo, self.o_scale, self.out_dtype)
         padded = None
         if self.q_cu_seq_lens is not None:
             rows = self.query.shape[0]
             padded = PaddedQueries.of(self.q_cu_seq_lens, rows, batch_size, (q_len, most), self.workspace.device)
-        variant, operands = self._placed_variant(padded)
-        options = self._plan_options(q_len, target, variant)
+        variant, operands = self._remapped_variant(padded)
+        options = self._plan_options(q_len, output, variant)
         lse = _new_lse(self.query) if self.return_lse and self.lse is None else self.lse
         if self.query.shape[0]:
             tree_mask = None if self.mask is None else self._tree_mask(batch_size, q_len, most, padded)
             spec = AttentionSpec(indices, options, tree_mask=tree_mask)
-            self._attend_rows(spec, target.result, lse, padded, operands)
+            self._attend_rows(spec, output.result, lse, padded, operands)
         elif self.sinks is not None:
             check_tensor(self.sinks, "sinks")
-        result = target.finish()
+        result = output.finish()
         return (result, lse) if self.return_lse else result
 
     def _indices(self, q_len: int, most: int) -> Indices | Lengths:
@@ -118,21 +118,21 @@ class TableCall(NamedTuple):
         check_shape(check_tensor(self.query, "query"), "query", sizes)
         check_same_device(self.query, "query", self.workspace.device)
 
-    def _placed_variant(self, padded: PaddedQueries | None) -> tuple[Variant | None, Mapping[str, Any]]:
+    def _remapped_variant(self, padded: PaddedQueries | None) -> tuple[Variant | None, Mapping[str, Any]]:
         """The variant for the rows that the kernel sees, and its operands."""
         if self.variant is None:
             return None, self.operands
         variant = variant_without_mask(self.variant)
         return (
-            (variant, self.operands) if padded is None else padded.placed(variant, self.operands, self.query.shape[1])
+            (variant, self.operands) if padded is None else padded.remapped(variant, self.operands, self.query.shape[1])
         )
 
-    def _plan_options(self, q_len: int, target: Target, variant: Variant | None) -> PlanOptions:
+    def _plan_options(self, q_len: int, output: Output, variant: Variant | None) -> PlanOptions:
         cache = self.cache
         head_dim_qk = cache.head_dim_qk + (0 if self.q_nope is None else cache.head_dim_vo)
         return PlanOptions(
             *heads(self.query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
-            Types.of(self.query.dtype, cache.tensors[-1].dtype, target.result.dtype),
+            Types.of(self.query.dtype, cache.tensors[-1].dtype, output.result.dtype),
             logits_options(head_dim_qk, self.logits_scale.number, self.window_left, None, *self.pos_encoding),
             q_len > 1, cache.page_size, is_mla=self.q_nope is not None, tile_scales=self.ckv_scales is not None,
             variant=variant,
@@ -151,7 +151,7 @@ class TableCall(NamedTuple):
             others=tuple(tensor for tensor in (q_nope, self.ckv_scales) if tensor is not None), operands=operands,
         )  # fmt: skip
         AttentionCall(
-            spec, q, self.cache.as_given, self.workspace, self.layout, self.backend, o, statistics, options=options
+            spec, q, self.cache.caller, self.workspace, self.layout, self.backend, o, statistics, options=options
         ).attend()
         if padded is not None:
             padded.unpad((o, out), (statistics, lse))
@@ -235,7 +235,7 @@ def xqa_batch_decode_with_kv_cache(
     """
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     result: torch.Tensor = TableCall(
-        query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
+        query, PagedKV.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
         Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len=q_len_per_req,
         q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
@@ -290,7 +290,7 @@ def trtllm_batch_decode_with_kv_cache(
         raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     return TableCall(
-        query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
+        query, PagedKV.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
         Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
         q_len=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,

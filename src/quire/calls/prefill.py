@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls.tables import BlockTables, CacheParts, Scale, Target, check_lengths, indices_of
+from quire.calls.tables import BlockTables, Output, PagedKV, Scale, check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     check_flags,
@@ -24,7 +24,7 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
-from quire.engine.operands import of_plan_and_run, variant_of
+from quire.engine.operands import split_operands, variant_of
 from quire.engine.options import LogitsOptions, PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result, RunOptions
@@ -84,17 +84,17 @@ def trtllm_batch_context_with_kv_cache(
     """
     check_flags(causal=causal, return_lse=return_lse, enable_pdl=enable_pdl)
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
-    cache = CacheParts.of(kv_cache, layout)
+    cache = PagedKV.of(kv_cache, layout)
     batch = (check_positive(batch_size, "batch_size"), block_tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv)
     rows: dict[str, int | None] = {"nnz_qo": None, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
     check_shape(check_tensor(query, "query"), "query", rows)
     check_same_device(query, "query", workspace.device)
-    target = Target.of(out, query, cache.head_dim_vo, 1.0, out_dtype)
+    output = Output.of(out, query, cache.head_dim_vo, 1.0, out_dtype)
     own = variant_of(variant)
     needs_host = (own is not None and own.has_mask) or cache.tensors[0].itemsize == 1
     indices: Indices | Lengths | None = None
     if not needs_host:
-        indices = _device_batch(*batch, cache, query, target.result, max_q_len, max_kv_len)
+        indices = _device_batch(*batch, cache, query, output.result, max_q_len, max_kv_len)
     if indices is None:
         indices = host_batch(*batch, cache.page_size, max_q_len, max_kv_len)
         assert indices.qo_indptr is not None
@@ -103,11 +103,11 @@ def trtllm_batch_context_with_kv_cache(
     v_scale = Scale.of(bmm2_scale, "bmm2_scale", workspace.device)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
-        Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
+        Types.of(query.dtype, cache.tensors[0].dtype, output.result.dtype),
         logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), causal, cache.page_size,
         variant=own,
     )  # fmt: skip
-    of_mask, of_score = of_plan_and_run("trtllm_batch_context_with_kv_cache", options.variant, operands)
+    of_mask, of_score = split_operands("trtllm_batch_context_with_kv_cache", options.variant, operands)
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     run_options = RunOptions(
@@ -116,14 +116,14 @@ def trtllm_batch_context_with_kv_cache(
     )  # fmt: skip
     spec = AttentionSpec(indices, options, operands=of_mask)
     AttentionCall(
-        spec, query, cache.as_given, workspace, layout, backend, target.result, lse, options=run_options
+        spec, query, cache.caller, workspace, layout, backend, output.result, lse, options=run_options
     ).attend()
-    result = target.finish()
+    result = output.finish()
     return (result, lse) if return_lse else result
 
 
 def _device_batch(
-    batch_size: int, block_tables: Any, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, cache: CacheParts,
+    batch_size: int, block_tables: Any, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, cache: PagedKV,
     query: torch.Tensor, out: torch.Tensor, max_q_len: int, max_kv_len: int,
 ) -> Lengths | None:  # fmt: skip
     """The batch for a plan on the GPU; None if the host has to plan."""
@@ -276,23 +276,23 @@ def trtllm_fmha_v2_prefill(
         max_kv_len,
     )
     query = wide_query(inputs.query, out, out_dtype)
-    target = Target.of(out, query, inputs.v.shape[-1], 1.0, out_dtype)
+    output = Output.of(out, query, inputs.v.shape[-1], 1.0, out_dtype)
     logits = _logits(
         query.shape[2], bmm1_scale, logits_soft_cap_scale, pos_encoding_mode, mask_mode, window_left,
         chunked_attention_size,
     )  # fmt: skip
     options = PlanOptions(
         *heads(query.shape[1], inputs.num_kv_heads), query.shape[2], inputs.v.shape[-1],
-        Types.of(query.dtype, inputs.k.dtype, target.result.dtype), logits, mask_mode.lower() != "padding",
+        Types.of(query.dtype, inputs.k.dtype, output.result.dtype), logits, mask_mode.lower() != "padding",
         inputs.page_size,
     )  # fmt: skip
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if save_softmax_stats else None
     sinks = sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
     AttentionCall(
-        AttentionSpec(indices, options), query, inputs.cache, workspace, inputs.layout, out=target.result, lse=lse,
+        AttentionSpec(indices, options), query, inputs.cache, workspace, inputs.layout, out=output.result, lse=lse,
         options=RunOptions(sinks, v_scale=bmm2_scale),
     ).attend()  # fmt: skip
-    result = target.finish()
+    result = output.finish()
     return result if lse is None else (result, _stats(lse, query.shape[2], logits))
 
 

@@ -16,7 +16,7 @@ import torch
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
-from quire.engine.operands import by_position, of_plan_and_run, variant_of, variant_of_module
+from quire.engine.operands import by_position, split_operands, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
@@ -61,7 +61,7 @@ def _attend_one(
     if decode:
         q, out, lse = (tensor if tensor is None else tensor.unsqueeze(0) for tensor in (q, out, lse))  # type: ignore[assignment]
     call = "single_decode_with_kv_cache" if decode else "single_prefill_with_kv_cache"
-    of_mask, of_score = of_plan_and_run(call, variant, operands)
+    of_mask, of_score = split_operands(call, variant, operands)
     spec = spec_of_one(
         q, k, v, KVLayout.of(kv_layout), o_dtype if out is None else out.dtype, sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, causal=causal,

@@ -24,7 +24,7 @@ from quire.errors import PlanError, ValidationError
 from quire.kernels.features import KVLayout, dtype_of
 
 
-class CacheParts(NamedTuple):
+class PagedKV(NamedTuple):
     """The paged cache and its sizes."""
 
     tensors: tuple[torch.Tensor, ...]  #: one 5-D tensor of both, or two 4-D tensors
@@ -34,7 +34,7 @@ class CacheParts(NamedTuple):
     head_dim_vo: int
 
     @classmethod
-    def of(cls, kv_cache: Any, layout: KVLayout, is_one_type: bool = True) -> CacheParts:
+    def of(cls, kv_cache: Any, layout: KVLayout, is_one_type: bool = True) -> PagedKV:
         """Of either signature; the one plane of a 5-D tensor [num_pages, 1, ...] is keys and values."""
         tensors = cache_tensors(kv_cache)
         for tensor in tensors:
@@ -59,7 +59,8 @@ class CacheParts(NamedTuple):
         return cls(tensors, page_size, keys.shape[head], keys.shape[-1], values.shape[-1])
 
     @property
-    def as_given(self) -> PagedCache:
+    def caller(self) -> PagedCache:
+        """The cache as the call was given it."""
         return self.tensors[0] if len(self.tensors) == 1 else (self.tensors[0], self.tensors[1])
 
 
@@ -137,7 +138,7 @@ def indices_of(
     return Indices(seq_lens.shape[0], qo_indptr, q_len, indptr, last, pages[used.to(pages.device)], page_size)
 
 
-class Target(NamedTuple):
+class Output(NamedTuple):
     """Where results go: what the kernel writes, and what the caller is given."""
 
     result: torch.Tensor
@@ -146,7 +147,7 @@ class Target(NamedTuple):
     @classmethod
     def of(
         cls, out: torch.Tensor | None, query: torch.Tensor, head_dim_vo: int, o_scale: Any, dtype: Any = None
-    ) -> Target:
+    ) -> Output:
         """`out`, or a new tensor of `dtype`; beside an `out` of 8 bits one of query's dtype."""
         out = _new_out(out, query, head_dim_vo, dtype)
         shape = (query.shape[0], query.shape[1], head_dim_vo)

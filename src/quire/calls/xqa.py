@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from quire.calls.decode import TableCall
-from quire.calls.tables import CacheParts, Scale, Target
+from quire.calls.tables import Output, PagedKV, Scale
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
 from quire.engine.options import foreign
@@ -247,7 +247,7 @@ def _output_rows(output: Any, q: torch.Tensor, head_dim_vo: int) -> torch.Tensor
     return rows.flatten(0, -3)
 
 
-def _cache(k_cache: Any, v_cache: Any, page_size: Any, num_kv_heads: Any, layout: KVLayout) -> CacheParts:
+def _cache(k_cache: Any, v_cache: Any, page_size: Any, num_kv_heads: Any, layout: KVLayout) -> PagedKV:
     pages = [
         _pages(t, name, page_size, num_kv_heads, layout) for t, name in ((k_cache, "k_cache"), (v_cache, "v_cache"))
     ]
@@ -256,7 +256,7 @@ def _cache(k_cache: Any, v_cache: Any, page_size: Any, num_kv_heads: Any, layout
             f"v_cache: expected k_cache's {k_cache.dtype} {list(k_cache.shape)}, got {v_cache.dtype} "
             f"{list(v_cache.shape)}."
         )
-    cache = CacheParts.of((pages[0], pages[1]), layout)
+    cache = PagedKV.of((pages[0], pages[1]), layout)
     given = (("page_size", page_size, cache.page_size), ("num_kv_heads", num_kv_heads, cache.num_kv_heads))
     for name, value, actual in given:
         if value is not None and check_positive(value, name) != actual:
@@ -327,7 +327,7 @@ def _output_scale(rcp_out_scale: Any, output: Any) -> Scale:
     return Scale(scale)
 
 
-def _sinks(sinks: Any, cache: CacheParts, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _sinks(sinks: Any, cache: PagedKV, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Logits of query heads, or keys of sink tokens."""
     if sinks is None:
         return None, None
@@ -366,14 +366,14 @@ def check_sink_tokens(sinks: torch.Tensor, num_kv_heads: int, head_dim: int, dev
 
 def attend_beside(call: TableCall, keys: torch.Tensor) -> torch.Tensor:
     """The call, which has no sinks of heads, beside sink tokens; fills and returns its `out`."""
-    rows, target = call.query, Target.of(call.out, call.query, call.cache.head_dim_vo, 1.0)
-    result, lse = call._replace(v_scale=Scale(1.0), out=target.result, lse_unit=LN2, return_lse=True).attend()
+    rows, output = call.query, Output.of(call.out, call.query, call.cache.head_dim_vo, 1.0)
+    result, lse = call._replace(v_scale=Scale(1.0), out=output.result, lse_unit=LN2, return_lse=True).attend()
     weight = _weight_of_keys(lse, torch.logsumexp(_logits(rows, keys, call.logits_scale), dim=-1))
     wide = result.float() * _scaled(weight, call.v_scale)[..., None]
-    if target.caller.element_size() == 1:
-        most = torch.finfo(target.caller.dtype).max
+    if output.caller.element_size() == 1:
+        most = torch.finfo(output.caller.dtype).max
         wide.clamp_(-most, most)
-    return target.caller.copy_(wide)
+    return output.caller.copy_(wide)
 
 
 def _logits(rows: torch.Tensor, keys: torch.Tensor, scale: Scale) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import Spec, host_target, without_matrix_unit
-from quire.kernels import AttentionProblem, decide, family, kernel_of, same_rows
+from quire.kernels import AttentionProblem, decide, kernel_of, same_rows, variants_for_all_lengths
 from quire.kernels.attention import MLA_DIMS, AttentionKey
 from quire.kernels.features import DType, MaskMode, PosEncodingMode, dtype_of
 from quire.kernels.operation import OperationKey
@@ -235,7 +235,7 @@ def needs(model: Serving, target: str) -> Needs:
         else:
             specs[decision.spec.slug] = decision.spec
         if lengths_vary:
-            specs.update({spec.slug: spec for spec in family(problem, "auto")})
+            specs.update({spec.slug: spec for spec in variants_for_all_lengths(problem, "auto")})
     keys = [AttentionKey.parse(slug) for slug in specs]
     operations = [operation for key in keys if (operation := kernel_of(key).planning(key))]
     for operation in (*operations, *_operations(model, target)):

@@ -34,7 +34,7 @@ from quire.engine.checks import (
 from quire.engine.device import OwnWorkspace
 from quire.engine.options import foreign
 from quire.engine.plan_cache import replayed
-from quire.engine.schedule import KeptSchedules, Lengths
+from quire.engine.schedule import Lengths, ScheduleCache
 from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.errors import UnsupportedError, ValidationError
 
@@ -43,7 +43,7 @@ __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 _KEY_DIM = LATENT_DIM + 64
 
 
-class MLAMetadata(KeptSchedules):
+class MLAMetadata(ScheduleCache):
     """The tile_scheduler_metadata of get_mla_metadata(). It keeps the schedules of sparse calls."""
 
 

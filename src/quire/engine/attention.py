@@ -14,12 +14,12 @@ from quire.engine import rope_prologue, upcast
 from quire.engine.device import OwnWorkspace, Workspace, on_cuda, partials_bytes
 from quire.engine.device_planner import make_plan_on_device
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
-from quire.engine.inspection import Explanation, Placed, Stamps, figures_of, place_work
+from quire.engine.inspection import Explanation, Placed, Timeline, figures_of, place_work
 from quire.engine.launch import AttentionPlan
 from quire.engine.operands import pack_mask, unexpected
 from quire.engine.options import LogitsOptions
 from quire.engine.planner import make_plan, variants_of, workspace_bytes
-from quire.engine.rope_prologue import Ahead
+from quire.engine.rope_prologue import Prologue
 from quire.engine.run import PLAIN, CheckedTensors, PlannedRun, Result, RunOptions
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec, within_limits
@@ -33,7 +33,7 @@ from quire.kernels.features import KVLayout, PosEncodingMode
 class Attention(PlannedRun):
     """A plan, and the checks of the tensors of run()."""
 
-    _narrowed: Mapping[tuple[int, int], Attention] = {}  # plans of the same batch with fewer heads
+    _by_heads: Mapping[tuple[int, int], Attention] = {}  # plans of the same batch with fewer heads
 
     def __init__(
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
@@ -55,7 +55,7 @@ class Attention(PlannedRun):
             self._has_fixed_lengths = not is_capturing(self._device)
         elif self._on_cuda:
             refuse_capture("plan()", self._device)
-        told, note = options, ""
+        requested, note = options, ""
         if graph is not None:
             spec = within_limits(graph, spec, backend)
         elif options.types.given is not None:
@@ -65,7 +65,7 @@ class Attention(PlannedRun):
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         if graph is None and (rotates or options.types.kv.bits == 8):
-            self._ahead, note = self._work_ahead(spec, rope_prologue if rotates else upcast)
+            self._prologue, note = self._choose_prologue(spec, rope_prologue if rotates else upcast)
         try:
             self.spec = spec if spec.custom_mask is None else self._packed(spec)
             self._plan_options = options
@@ -74,17 +74,17 @@ class Attention(PlannedRun):
             raise cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
         if note:
             self._plan.note = f"{note}; {self._plan.note}" if self._plan.note else note
-        if graph is not None and not graph.awaits_forward and told.logits != options.logits:
-            self.set_logits(told.logits)
+        if graph is not None and not graph.awaits_forward and requested.logits != options.logits:
+            self.set_logits(requested.logits)
         schedule = self._plan.schedule
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.sizes.nnz_qo
         head_dim = options.head_dim_kpe if options.is_mla else options.head_dim_qk
         self._q_shape = (self._nnz_qo, options.num_qo_heads, head_dim)
         self._num_operands = len(self.decision.tensors)
         self._lock = Lock()
-        self._checked = self._known_tensors(before) if graph is None and self._ahead is None else None
+        self._checked = self._known_tensors(before) if graph is None and self._prologue is None else None
         if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
-            self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
+            self._by_heads = {heads: self._for_heads(heads, old.graph) for heads, old in before._by_heads.items()}
 
     @property
     def device(self) -> torch.device:
@@ -104,18 +104,18 @@ class Attention(PlannedRun):
             return before._checked or self.decision.checked.get(self._layout)
         return self.decision.checked.get(self._layout)
 
-    def _work_ahead(self, spec: AttentionSpec, work: ModuleType) -> tuple[Ahead | None, str]:
+    def _choose_prologue(self, spec: AttentionSpec, kind: ModuleType) -> tuple[Prologue | None, str]:
         """A launch that rotates or converts keys before another kernel than the chosen one, if faster; and a note for
         explain()."""
         options = spec.options
-        if isinstance(spec.indices, Lengths) or not work.may_pay(options, self.decision, self._backend):
+        if isinstance(spec.indices, Lengths) or not kind.may_pay(options, self.decision, self._backend):
             return None, ""
-        plain = spec._replace(options=work.plain_options(options)).decide(self._device, self._backend)
-        if not work.is_faster(plain, self.decision):
+        plain = spec._replace(options=kind.plain_options(options)).decide(self._device, self._backend)
+        if not kind.is_faster(plain, self.decision):
             return None, ""
-        ahead, note = work.within(self._workspace, spec.indices, options, plain)
-        self.decision = self.decision if ahead is None else plain
-        return ahead, note
+        prologue, note = kind.fit_workspace(self._workspace, spec.indices, options, plain)
+        self.decision = self.decision if prologue is None else plain
+        return prologue, note
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
         """`spec` with the mask packed into bits."""
@@ -127,25 +127,27 @@ class Attention(PlannedRun):
         s = self.spec
         if isinstance(s.indices, Lengths):
             return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
-        bits, ahead = s.packed_custom_mask if s.tree_mask is None else s.tree_mask, self._ahead
-        if ahead is not None:
-            return make_plan(self.decision, ahead.planned, ahead.options, ahead.workspace, bits, None, s.operands)
+        bits, prologue = s.packed_custom_mask if s.tree_mask is None else s.tree_mask, self._prologue
+        if prologue is not None:
+            return make_plan(
+                self.decision, prologue.planned, prologue.options, prologue.workspace, bits, None, s.operands
+            )
         return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph, s.operands)
 
     def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
         """A plan of the same batch with other options; this plan if only the scale or the cap of logits differ."""
         present, options, graph = self._plan_options, self._plan_options._replace(**changes), self.graph
-        told = None if graph is None else graph.told
+        requested = None if graph is None else graph.requested
         if options == present:
             result = self
         elif options == present._replace(logits=options.logits) and options.logits.has_same_kernel(present.logits):
             self.set_logits(options.logits)
             result = self
         else:
-            graph = None if graph is None else graph.renewed(options)
+            graph = None if graph is None else graph.for_forward(options)
             result = Attention(self.same_batch()._replace(options=options), self._layout, workspace, backend, graph)
         if graph is not None:
-            graph.forwarded(told)
+            graph.record_forward(requested)
         return result
 
     def set_logits(self, logits: LogitsOptions) -> None:
@@ -153,8 +155,8 @@ class Attention(PlannedRun):
         self._plan_options = self._plan_options._replace(logits=logits)
         self.spec = self.spec._replace(options=self._plan_options)
         self._plan.set_logits(logits)
-        for narrowed in self._narrowed.values():
-            narrowed.set_logits(logits)
+        for plan in self._by_heads.values():
+            plan.set_logits(logits)
 
     def explain(self) -> Explanation:
         """Which kernel was chosen, why the others were not, and how the work was divided."""
@@ -169,10 +171,10 @@ class Attention(PlannedRun):
         """Which CTA computes what; PlanError if only the device knows the lengths."""
         if self._plan.schedule_input is None or not isinstance(self.spec.indices, Indices):
             raise PlanError("the schedule of this call is made on the GPU: plan() a wrapper with lengths on the host.")
-        indices = self.spec.indices if self._ahead is None else self._ahead.planned
+        indices = self.spec.indices if self._prologue is None else self._prologue.planned
         return place_work(self._plan.indices(indices), self._plan.schedule_input)
 
-    def timed(self) -> tuple[Attention, Stamps]:
+    def with_timeline(self) -> tuple[Attention, Timeline]:
         """A plan of the same batch and kernel whose runs record the times of work tiles, and the memory of these
         records.
         """
@@ -180,13 +182,13 @@ class Attention(PlannedRun):
             raise UnsupportedError("timeline: expected a plan without shared keys, whose times are not recorded.")
         options, backend = self._plan_options._replace(timed=True), PIN + self.decision.kernel.backend
         twin = Attention(self.same_batch()._replace(options=options), self._layout, self._workspace, backend)
-        return twin, Stamps(twin.placed_work(), twin._plan.operands, self._device)
+        return twin, Timeline(twin.placed_work(), twin._plan.operands, self._device)
 
     def same_batch(self) -> AttentionSpec:
         """The spec with the index arrays that were planned, even if the caller has changed them since."""
         spec = self.spec
-        if self._ahead is not None:
-            return spec._replace(indices=self._ahead.indices)
+        if self._prologue is not None:
+            return spec._replace(indices=self._prologue.indices)
         return spec._replace(indices=self._plan.indices(spec.indices)) if isinstance(spec.indices, Indices) else spec
 
     def of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
@@ -198,12 +200,12 @@ class Attention(PlannedRun):
         planned = self._plan_options.num_qo_heads, self._plan_options.num_kv_heads
         if q.dim() != 3 or not 0 < heads[0] < planned[0] or not 0 < heads[1] <= planned[1] or heads[0] % heads[1]:
             return None
-        if heads not in self._narrowed:
+        if heads not in self._by_heads:
             graph = self.graph
-            self._narrowed = {**self._narrowed, heads: self._narrow(heads, graph and graph.fresh())}
-        return self._narrowed[heads]
+            self._by_heads = {**self._by_heads, heads: self._for_heads(heads, graph and graph.unplanned())}
+        return self._by_heads[heads]
 
-    def _narrow(self, heads: tuple[int, int], graph: GraphState | None) -> Attention:
+    def _for_heads(self, heads: tuple[int, int], graph: GraphState | None) -> Attention:
         options = self._plan_options._replace(num_qo_heads=heads[0], num_kv_heads=heads[1])
         spec = self.same_batch()._replace(options=options)
         return Attention(spec, self._layout, self._workspace, self._backend, graph)

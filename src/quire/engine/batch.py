@@ -32,10 +32,10 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.graph import is_capturing
-from quire.engine.operands import PlacedOperands, int32_table
-from quire.engine.schedule import Indices, KeptSchedules, Lengths, without_gaps
+from quire.engine.operands import RemappedOperands, int32_table
+from quire.engine.schedule import Indices, Lengths, ScheduleCache, without_gaps
 from quire.errors import PlanError, ValidationError
-from quire.kernels.expressions.rewrite import LISTS, PAGES, variant_of_blocks, with_places
+from quire.kernels.expressions.rewrite import LISTS, PAGES, remap_indices, variant_of_blocks
 from quire.kernels.expressions.trace import Tracer, Value
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
@@ -96,12 +96,12 @@ class PaddedQueries(NamedTuple):
             if batch is not None and rows is not None:
                 rows.copy_(batch[self.places])
 
-    def placed(self, variant: Variant, given: Mapping[str, Any], num_qo_heads: int) -> tuple[Variant, dict[str, Any]]:
+    def remapped(self, variant: Variant, given: Mapping[str, Any], num_qo_heads: int) -> tuple[Variant, dict[str, Any]]:
         """A custom variant for the rows of the batch, and its operands: it means the queries of the call."""
         limits = {"head": num_qo_heads, "request": self.sources.shape[0], "q_idx": self.sources.shape[1]}
         planned, device = _variant_of_batch(variant), self.sources.device
         tables = {} if planned is variant else {PADDING: int32_table(self.padding, device)}
-        return planned, PlacedOperands(variant, planned, (tables,), limits, device).of_run(given)[0]
+        return planned, RemappedOperands(variant, planned, (tables,), limits, device).of_run(given)[0]
 
     def tree_mask(self, words: torch.Tensor) -> torch.Tensor:
         """The bits uint8 [batch_size, q_len, bytes] of a mask [num_rows, bytes], whose first bit is the first token of
@@ -119,7 +119,7 @@ class PaddedQueries(NamedTuple):
 @lru_cache(maxsize=256)
 def _variant_of_batch(variant: Variant) -> Variant:
     reads = indices_in(variant.expression.score) & {"q_idx", "qo_len"}
-    return with_places(variant, (PADDING,), _places) if reads else variant
+    return remap_indices(variant, (PADDING,), _places) if reads else variant
 
 
 def _places(tracer: Tracer) -> dict[str, Value]:
@@ -148,7 +148,7 @@ def _row_offsets(value: Any, num_rows: int, batch_size: int, q_len: int, device:
 
 
 def selected_keys(
-    indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int, kept: KeptSchedules | None = None
+    indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int, kept: ScheduleCache | None = None
 ) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
     """block_tables and seq_lens for TableCall.of_latents() over pages of one token, from int32 indices [rows, top_k] of
     tokens, of which the first `most` [rows] of each row, or all, are used. Indices below 0 or from num_tokens on are
@@ -211,9 +211,9 @@ class BlockLists(NamedTuple):
         last = torch.full((rows,), self.page_size, dtype=torch.int32, device="cpu")
         return Indices(rows, self.qo_indptr, 0, self.kv_indptr, last, self.pages, self.page_size)
 
-    def placed(
+    def remapped(
         self, variant: Variant, heads: tuple[int, int], group: int, sizes: tuple[int, int], device: torch.device
-    ) -> PlacedOperands:
+    ) -> RemappedOperands:
         """What kernels are given of a variant whose places are those of a matrix of `sizes` queries and keys. Rows of
         different heads lie one after another; group: query heads of such a row.
         """
@@ -228,7 +228,7 @@ class BlockLists(NamedTuple):
         read = {operand.name for operand in planned.expression.operands}
         limits = {"head": num_qo_heads, "request": 1, "q_idx": qo_len, "kv_idx": kv_len}
         tables = {name: tensor for name, tensor in known.items() if name in read}
-        return PlacedOperands(variant, planned, (tables,), limits, device)
+        return RemappedOperands(variant, planned, (tables,), limits, device)
 
     def for_each_query_head(self, num_heads: int, group_size: int) -> BlockLists:
         """With the rows of each of `num_heads` heads as many times as it has query heads, one after another."""

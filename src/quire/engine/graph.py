@@ -61,11 +61,11 @@ class GraphState:
         self.decision: Decision | None = None
         self.max_rows = 0  #: rows of q of the first plan
         self.max_tokens = 0  #: tokens of keys of the first plan, or of as many pages as kv_indices takes
-        self.told: PlanOptions | None = None  #: what the first plan() was told
-        self.made: PlanOptions | None = None  #: what the launch was made with: the same, or what forward() said
+        self.requested: PlanOptions | None = None  #: by the first plan()
+        self.launched: PlanOptions | None = None  #: the same, or what forward() asked for
         self.has_run = False  #: a capture may hold the launch
         self.is_forwarded = False  #: forward() gives the scale and the cap of each launch
-        self.awaits_forward = False  #: the last plan() was told other options than the launch was made with
+        self.awaits_forward = False  #: the last plan() asked for other options than the launch has
         self._fixed: dict[str, Any] = {}
         self._buffer: torch.Tensor | None = None
         self._partials: torch.Tensor | None = None
@@ -76,21 +76,23 @@ class GraphState:
         """Whether a plan() has succeeded."""
         return bool(self._params)
 
-    def options(self, told: PlanOptions) -> PlanOptions:
+    def options(self, requested: PlanOptions) -> PlanOptions:
         """The options of a plan() with these arguments: PlanError if the launch has others."""
         if not self.is_planned:
-            self.told = self.made = told
-        assert self.told is not None and self.made is not None
-        self.awaits_forward = self._difference(self.made, told) is not None
-        if self.awaits_forward and (self.made is self.told or self._difference(self.told, told) is not None):
-            self.refuse(self.told, told)
-        return self.made
+            self.requested = self.launched = requested
+        assert self.requested is not None and self.launched is not None
+        self.awaits_forward = self._difference(self.launched, requested) is not None
+        if self.awaits_forward and (
+            self.launched is self.requested or self._difference(self.requested, requested) is not None
+        ):
+            self.refuse(self.requested, requested)
+        return self.launched
 
-    def refuse(self, made: PlanOptions, options: PlanOptions) -> None:
+    def refuse(self, launched: PlanOptions, options: PlanOptions) -> None:
         """PlanError that names the first of `options` that differs from the launch."""
-        name = self._difference(made, options)
+        name = self._difference(launched, options)
         assert name is not None
-        _refuse(name, getattr(made, name), getattr(options, name))
+        _refuse(name, getattr(launched, name), getattr(options, name))
 
     def _difference(self, one: PlanOptions, other: PlanOptions) -> str | None:
         """The name of an option in which both differ, except for parameters of each launch."""
@@ -105,27 +107,27 @@ class GraphState:
         numbers = (one.sm_scale, other.sm_scale), (one.logits_soft_cap, other.logits_soft_cap)
         return self.is_forwarded or all(math.isclose(*pair, rel_tol=1e-6) for pair in numbers)  # as float32
 
-    def renewed(self, options: PlanOptions) -> GraphState:
+    def for_forward(self, options: PlanOptions) -> GraphState:
         """The state for a new launch, if the first forward() has other options than plan() had."""
-        assert self.made is not None
+        assert self.launched is not None
         if self.has_run:
-            self.refuse(self.made, options)
+            self.refuse(self.launched, options)
         if self.kv_indices is not None and is_capturing(self.kv_indices.device):
             raise PlanError(
                 "forward(): in a capture its options must be those of plan(), or of a forward() before the capture, "
                 "which fixes them: call forward() once before it."
             )
-        return self.fresh()
+        return self.unplanned()
 
-    def fresh(self) -> GraphState:
+    def unplanned(self) -> GraphState:
         """A state for another launch of the same buffers."""
         state = GraphState(self.batch_size, self.kv_indices, self.mask)
         state.is_forwarded = self.is_forwarded
         return state
 
-    def forwarded(self, told: PlanOptions | None) -> None:
+    def record_forward(self, requested: PlanOptions | None) -> None:
         """Record that a forward() has its launch, after a plan() with the arguments `told`."""
-        self.told, self.is_forwarded, self.awaits_forward = told, True, False
+        self.requested, self.is_forwarded, self.awaits_forward = requested, True, False
 
     def fix(self, **values: Any) -> None:
         """Check that these values equal those of the first plan(); PlanError otherwise."""

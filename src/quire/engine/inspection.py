@@ -154,7 +154,7 @@ class _Span(NamedTuple):
     work: Work
 
 
-class Stamps:
+class Timeline:
     """Memory for the records of one run of a plan. `operands`: the parameters of the plan that get its address."""
 
     def __init__(self, work: Sequence[Placed], operands: Any, device: torch.device) -> None:

@@ -138,7 +138,7 @@ _ROWS_PER_READ = 128
 _SLOWDOWN = 1.5
 
 
-class _Run(NamedTuple):
+class _SharedPrefix(NamedTuple):
     """Neighbouring requests [begin, end) that begin with the same `pages` pages."""
 
     begin: int
@@ -162,7 +162,7 @@ def with_shared_prefixes(spec: AttentionSpec) -> AttentionSpec | None:
     lens = begins.diff()
     if int(lens.min()) < 0 or spec.options.fixed_split_size or _is_wrong(indices, lens):
         return None
-    runs = _runs(begins, lens, pages, own=1 + (indices.qo_len - 1 + indices.page_size - 1) // indices.page_size)
+    runs = _prefixes(begins, lens, pages, own=1 + (indices.qo_len - 1 + indices.page_size - 1) // indices.page_size)
     if not runs or not _is_faster(spec, lens, runs):
         return None
     return spec._replace(
@@ -192,7 +192,7 @@ def _is_wrong(indices: Indices, lens: torch.Tensor) -> bool:
     return indices.seq_lens is not None and not torch.equal(indices.seq_lens, kv_lens.to(torch.int32))
 
 
-def _runs(begins: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, own: int) -> list[_Run]:
+def _prefixes(begins: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, own: int) -> list[_SharedPrefix]:
     """All runs of two requests and more. Each request keeps its last `own` pages for itself."""
     sharable = (lens - own).clamp(0)
     alone = -1 - torch.arange(lens.numel(), device="cpu")  # no page of a request that has none to share
@@ -204,11 +204,11 @@ def _runs(begins: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, own: in
             most = int(sharable[begin:end].min())
             table = pages[begins[begin:end, None] + torch.arange(most, device="cpu")]
             differs = (table != table[0]).any(0).nonzero()
-            runs.append(_Run(begin, end, int(differs[0]) if differs.numel() else most))
+            runs.append(_SharedPrefix(begin, end, int(differs[0]) if differs.numel() else most))
     return runs
 
 
-def _is_faster(spec: AttentionSpec, lens: torch.Tensor, runs: list[_Run]) -> bool:
+def _is_faster(spec: AttentionSpec, lens: torch.Tensor, runs: list[_SharedPrefix]) -> bool:
     """Whether a cascade saves enough reads of keys and values to be faster."""
     options, indices = spec.options, spec.indices
     page_bytes = options.page_size * (options.head_dim_qk + options.head_dim_vo) * options.types.kv.bits // 8
@@ -220,7 +220,7 @@ def _is_faster(spec: AttentionSpec, lens: torch.Tensor, runs: list[_Run]) -> boo
     return (own + shared) * page_bytes * _SLOWDOWN + _START_BYTES < plain * page_bytes
 
 
-def _joined(indices: Indices, lens: torch.Tensor, runs: list[_Run]) -> Indices:
+def _joined(indices: Indices, lens: torch.Tensor, runs: list[_SharedPrefix]) -> Indices:
     """The nodes of the runs, followed by the requests with their own pages."""
     begins, pages, last = indices.kv_indptr, indices.kv_indices, indices.kv_last_page_len
     assert pages is not None and last is not None
@@ -288,11 +288,11 @@ def _reading(decode: Work) -> float:
     return decode.bytes / _BYTES_OF_MEMORY
 
 
-class SideBySide:
+class FusedPod:
     """One launch of a planned prefill and of planned decodes."""
 
     @classmethod
-    def of(cls, spec: AttentionSpec, layout: KVLayout, decodes: Attention) -> SideBySide | None:
+    def of(cls, spec: AttentionSpec, layout: KVLayout, decodes: Attention) -> FusedPod | None:
         """One launch of the prefill `spec` and of `decodes`; None if one after the other is as fast."""
         device = decodes.device
         if decodes.spec.options.cascade:

@@ -24,7 +24,7 @@ from quire.engine.tensors import span_bytes
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.expressions.cxx import operands_struct
-from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, has_places, variant_of_level
+from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, reads_indices, variant_of_level
 from quire.kernels.expressions.tree import Expression, Operand, as_float32
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
@@ -71,7 +71,7 @@ def _not_a_variant(name: str, value: Any) -> ValidationError:
     )
 
 
-def of_plan_and_run(
+def split_operands(
     call: str, variant: Variant | None, operands: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The operands of `call`, which plans and runs: those that the mask reads, and the others. All must be given."""
@@ -159,7 +159,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class PlacedOperands:
+class RemappedOperands:
     """Of a planned batch whose kernel counts places otherwise than the variant does."""
 
     variant: Variant
@@ -176,7 +176,7 @@ class PlacedOperands:
         """What each launch's run() takes of what run() was given; tensors that torch traces have no memory to check."""
         return self._of_call("run", given, is_traced)
 
-    def in_place_of(self, before: PlacedOperands | None) -> PlacedOperands:
+    def in_place_of(self, before: RemappedOperands | None) -> RemappedOperands:
         """The same with the tables of `before`, which a captured graph reads; copy_from() then copies its own there."""
         for old, new in () if before is None else before._pairs(self):
             if new.shape[0] > old.shape[0]:
@@ -186,12 +186,12 @@ class PlacedOperands:
                 )
         return self if before is None else replace(self, tables=before.tables)
 
-    def copy_from(self, other: PlacedOperands) -> None:
+    def copy_from(self, other: RemappedOperands) -> None:
         """Write the other's tables into the memory of these."""
         for old, new in self._pairs(other):
             old[: new.shape[0]].copy_(new)
 
-    def _pairs(self, other: PlacedOperands) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, other: RemappedOperands) -> list[tuple[torch.Tensor, torch.Tensor]]:
         both = zip(self.tables, other.tables, strict=True)
         return [(old[name], new[name]) for old, new in both for name in new]
 
@@ -300,7 +300,7 @@ class Level(NamedTuple):
 
 def operands_of_levels(
     variant: Variant, levels: Sequence[Level], num_qo_heads: int, device: torch.device
-) -> PlacedOperands:
+) -> RemappedOperands:
     """The operands for consecutive levels; the entries of the last level are the requests."""
     rows = {int(level.qo_indptr[-1]) for level in levels}
     if len(rows) > 1:
@@ -309,8 +309,8 @@ def operands_of_levels(
     lens = torch.stack([level.of_rows(level.kv_lens) for level in levels])
     limits = {"head": num_qo_heads, "request": batch_size, "q_idx": int(queries.max()) if batch_size else 0}
     limits["kv_idx"] = int(lens.sum(0).max()) if lens.numel() else 0
-    tables = _tables(levels, lens, device) if has_places(variant) else [dict[str, torch.Tensor]()] * len(levels)
-    return PlacedOperands(variant, variant_of_level(variant), tuple(tables), limits, device)
+    tables = _tables(levels, lens, device) if reads_indices(variant) else [dict[str, torch.Tensor]()] * len(levels)
+    return RemappedOperands(variant, variant_of_level(variant), tuple(tables), limits, device)
 
 
 def _tables(levels: Sequence[Level], lens: torch.Tensor, device: torch.device) -> list[dict[str, torch.Tensor]]:

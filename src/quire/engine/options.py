@@ -90,7 +90,7 @@ class Types(NamedTuple):
         return cls(wide, kv_type, o_type or wide, q_type)
 
     @property
-    def as_given(self) -> Types:
+    def without_upcast(self) -> Types:
         """The types for a kernel that reads 8-bit queries as they are."""
         return self if self.given is None else Types(self.given, self.kv, self.o)
 

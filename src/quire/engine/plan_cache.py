@@ -22,7 +22,7 @@ from quire.engine.graph import is_capturing
 from quire.engine.launch import recorded
 from quire.engine.operators import is_tracing
 from quire.engine.replay import Recording, Replay, fits_of, getter, is_source
-from quire.engine.schedule import KeptSchedules
+from quire.engine.schedule import ScheduleCache
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import has_nested
 from quire.kernels.expressions.variant import Variant
@@ -34,7 +34,7 @@ _MOST_KEYS = 512  #: that a thread knows
 _MOST_SIGNATURES = 8  #: of a key
 _MOST_BYTES = 64 << 20  #: of kept plans, on devices
 #: Types of arguments that are compared as parts of a key.
-_CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum, Variant, KeptSchedules)
+_CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum, Variant, ScheduleCache)
 
 
 class _Kept(NamedTuple):

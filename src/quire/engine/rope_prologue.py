@@ -28,7 +28,7 @@ ALIGNMENT = 256  #: bytes
 MOST_OF_WORKSPACE = 0.75
 
 
-class Ahead(ABC):
+class Prologue(ABC):
     """The part of a plan that launches before the kernel, and the batch that the kernel is planned on.
 
     `indices` are the caller's, as plan() read them; `planned` and `options` describe the copies. `end`: the end of the
@@ -49,7 +49,7 @@ class Ahead(ABC):
         """
 
     @abstractmethod
-    def start(self, pointers: list[int]) -> list[int]:
+    def launch(self, pointers: list[int]) -> list[int]:
         """Launch on torch's current stream. Turns the addresses of q, k, v, out, ... into those for the kernel."""
 
     def _use(self, *tensors: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class _Batch(NamedTuple):
         return cls(indices.qo_lens().int(), indices.kv_lens().int(), largest_page(indices))
 
 
-class RotationAhead(Ahead):
+class RopePrologue(Prologue):
     """The part of a plan that rotates: the memory of rotated keys, and the batch that the kernel is planned on."""
 
     def __init__(
@@ -181,9 +181,9 @@ class RotationAhead(Ahead):
         self._use(memory, *self._arrays.values())
 
     @classmethod
-    def within(
+    def fit_workspace(
         cls, workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
-    ) -> tuple[RotationAhead | None, str]:
+    ) -> tuple[RopePrologue | None, str]:
         """The launch, or None if rotated keys do not fit into the workspace; and a note for explain()."""
         batch = _Batch.of(indices, options, plain)
         tensors = 2 if options.page_size else 1
@@ -218,7 +218,7 @@ class RotationAhead(Ahead):
         self._skipped = [0 if self._is_paged else self._first * t.stride(1) * t.element_size() for t in (k, v)]
         return {"q": view_of(out), "k": view_of(self._k[None]), "v": view_of(values[None])}
 
-    def start(self, pointers: list[int]) -> list[int]:
+    def launch(self, pointers: list[int]) -> list[int]:
         q, k, v, out, *others = pointers
         self._record_stream()
         self._queries.move(rope=[q], rope_out=[out])
@@ -236,7 +236,7 @@ class RotationAhead(Ahead):
         return Angles(positions, None, None, None, False, self._logits.rope_scale, self._logits.rope_theta)
 
 
-within = RotationAhead.within
+fit_workspace = RopePrologue.fit_workspace
 
 
 def _positions(batch: _Batch, indices: Indices) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from quire.engine.launch import AttentionPlan, EncodedMaps, recorded
 from quire.engine.operands import addresses_of, check_names, unexpected, write_operands
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS, index_limits
-from quire.engine.rope_prologue import Ahead
+from quire.engine.rope_prologue import Prologue
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import (
     Expected,
@@ -101,7 +101,7 @@ class PlannedRun:
     _num_operands: int
     _lock: Lock
     _checked: CheckedTensors | None
-    _ahead: Ahead | None = None
+    _prologue: Prologue | None = None
     _limits: dict[str, int] | None = None  # of the indices of a variant
     _signature: Signature | None = None  # of the tensors of the last run, which were found right
     _v_offset = 0
@@ -183,8 +183,8 @@ class PlannedRun:
                 pointers.extend([0] * (self._num_operands - len(pointers)))
             if operands or self._plan_options.variant is not None:
                 self._write_operands(operands)
-            if self._ahead is not None:
-                pointers = self._ahead.start(pointers)
+            if self._prologue is not None:
+                pointers = self._prologue.launch(pointers)
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
                 None if sinks is None else self._check_sinks(sinks).data_ptr(), logits_scale, o_scale,
@@ -201,7 +201,7 @@ class PlannedRun:
         scales: tuple[float, float], options: RunOptions,
     ) -> None:  # fmt: skip
         """Tell the recording of a call what was launched for it (replay.py)."""
-        if self._ahead is not None:
+        if self._prologue is not None:
             return
         places: list[tuple[torch.Tensor | None, int]] = [(tensor, 0) for tensor in tensors]
         if num_cache_tensors == 1:
@@ -291,15 +291,15 @@ class PlannedRun:
                 view = views.get(operand.name) or expected.view(operand, tensor, name)
                 expected.check(operand, tensor, name, view, nnz_qo)
                 views[operand.name] = view
-        if self._ahead is not None:
-            views |= self._ahead.bind(q, k, v, out)
+        if self._prologue is not None:
+            views |= self._prologue.bind(q, k, v, out)
         self._plan.set_signature(views)
         self._v_offset = v.data_ptr() - k.data_ptr()
         if 0 in pointers or any(tensor.requires_grad for tensor in tensors):  # right this time: to be checked again
             self._signature = None
             return
         self._signature = Signature(tensors)
-        if self.graph is None and self._ahead is None:
+        if self.graph is None and self._prologue is None:
             least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
             self._checked = CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
             self.decision.checked[self._layout] = self._checked
@@ -307,7 +307,7 @@ class PlannedRun:
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = cache_view(cache, self._layout, self._plan_options.page_size)
         num_pages = min(k.shape[0], v.shape[0])
-        largest = self._plan.largest_page if self._ahead is None else self._ahead.largest_page
+        largest = self._plan.largest_page if self._prologue is None else self._prologue.largest_page
         if largest >= num_pages:
             raise ValidationError(
                 f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {largest}."
@@ -316,7 +316,7 @@ class PlannedRun:
 
     def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         views = ragged_view(kv[0], "k", self._layout), ragged_view(kv[1], "v", self._layout)
-        least_tokens = max(least_tokens, self._plan.nnz_kv if self._ahead is None else self._ahead.end)
+        least_tokens = max(least_tokens, self._plan.nnz_kv if self._prologue is None else self._prologue.end)
         for view, name in zip(views, "kv", strict=True):
             if view.shape[1] < least_tokens:
                 raise ValidationError(

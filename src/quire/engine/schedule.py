@@ -57,7 +57,7 @@ class Indices(NamedTuple):
         return torch.where(pages > 0, (pages - 1) * self.page_size + self.kv_last_page_len, 0)
 
 
-class KeptSchedules:
+class ScheduleCache:
     """Schedules that a GPU made for batches without lengths of their own, which depend on shapes alone.
 
     Later calls of the same shapes read them. Launches that share a schedule count arrivals in it, and must not overlap.
@@ -88,7 +88,7 @@ class Lengths(NamedTuple):
     qo_len: int  #: rows of q of each request
     page_size: int
     num_pages: int | None = None  #: of a cache of one-token pages, where others than 0..num_pages - 1 name no token
-    kept: KeptSchedules | None = None  #: where the schedule is kept if kv_lens is None
+    kept: ScheduleCache | None = None  #: where the schedule is kept if kv_lens is None
     qo_indptr: torch.Tensor | None = None  #: [batch_size + 1] int32 offsets of requests in q, in place of qo_len
     kv_indptr: torch.Tensor | None = None  #: [batch_size + 1] int32: cumulative lengths; ragged: offsets in k
     num_rows: int = 0  #: with qo_indptr: of q

@@ -19,7 +19,7 @@ from quire.engine.planner import NO_OPERANDS
 from quire.engine.schedule import Indices, Lengths
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
-from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
+from quire.kernels import PIN, AttentionProblem, Decision, decide, same_rows, variants_for_all_lengths
 from quire.kernels.features import MaskMode, PosEncodingMode, planned_features
 from quire.kernels.hopper import FA3_FP8
 
@@ -151,7 +151,7 @@ class AttentionSpec(NamedTuple):
         """The same with queries that are not upcast, if `backend` names the kernel that reads them as they are."""
         if str(backend) != _READS_8_BITS or self.options.types.given is None:
             return self
-        return self._replace(options=self.options._replace(types=self.options.types.as_given))
+        return self._replace(options=self.options._replace(types=self.options.types.without_upcast))
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +167,7 @@ def _decide(
     if decision.key.target != portable and config.cpu_target() is None and not is_obtainable(decision.spec):
         decision = decide(replace(problem, target=portable), backend)  # which prebuilt stores have
     if is_recording():  # with what other lengths take, so that a process that is sealed later has it
-        for spec in family(problem, backend):
+        for spec in variants_for_all_lengths(problem, backend):
             record_use(spec)
     return decision
 

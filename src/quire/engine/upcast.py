@@ -24,7 +24,7 @@ from quire.engine.device import OwnWorkspace, Workspace
 from quire.engine.graph import is_capturing
 from quire.engine.launch import launch, row_grid
 from quire.engine.options import PlanOptions
-from quire.engine.rope_prologue import Ahead, kept, largest_page, set_aside, view_of
+from quire.engine.rope_prologue import Prologue, kept, largest_page, set_aside, view_of
 from quire.engine.schedule import Indices
 from quire.errors import ValidationError
 from quire.jit import get_module, is_obtainable, without_matrix_unit
@@ -71,7 +71,7 @@ def _key(decision: Decision) -> OperationKey:
     return OperationKey("widen", without_matrix_unit(decision.key.target), decision.key.q.slug)
 
 
-class WideningAhead(Ahead):
+class UpcastPrologue(Prologue):
     """The part of a plan that converts: the memory of the copies, and the batch that the kernel is planned on."""
 
     def __init__(
@@ -106,7 +106,7 @@ class WideningAhead(Ahead):
         self._params.num_pages = min(k.shape[0], v.shape[0], 2**31 - 1)  # page numbers have 32 bits
         return {"k": view_of(self._k), "v": view_of(self._v)}
 
-    def start(self, pointers: list[int]) -> list[int]:
+    def launch(self, pointers: list[int]) -> list[int]:
         q, k, v, *others = pointers
         self._record_stream()
         self._params.k, self._params.v = k, v
@@ -115,9 +115,9 @@ class WideningAhead(Ahead):
         return [q, self._k.data_ptr(), self._v.data_ptr(), *others]
 
 
-def within(
+def fit_workspace(
     workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
-) -> tuple[WideningAhead | None, str]:
+) -> tuple[UpcastPrologue | None, str]:
     """The launch, or None if the copies do not fit into the caller's workspace, if too few queries see the keys, or if
     plan() will refuse the pages; and a note for explain().
     """
@@ -136,7 +136,7 @@ def within(
             f"which {plain.kernel.name} is faster"
         )
     note = f"keys and values are widened into {num_bytes} bytes of the workspace, ahead of the kernel"
-    return WideningAhead(plain, indices, options, *parts), note
+    return UpcastPrologue(plain, indices, options, *parts), note
 
 
 def _pages(indices: Indices) -> tuple[int, int]:

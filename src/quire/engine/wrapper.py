@@ -196,11 +196,11 @@ class PrefillModule:
         """
         w = self._wrapper
         graph, before = w._graph, planned(w._attention)
-        if graph is None or graph.told is None or not enable_cuda_graph or num_colocated_ctas:
+        if graph is None or graph.requested is None or not enable_cuda_graph or num_colocated_ctas:
             raise UnsupportedError("_cached_module.plan(): only for wrappers with use_cuda_graph=True; call plan().")
-        options = graph.told._replace(
+        options = graph.requested._replace(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, page_size=page_size, head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo, causal=causal, logits=graph.told.logits._replace(window_left=window_left),
+            head_dim_vo=head_dim_vo, causal=causal, logits=graph.requested.logits._replace(window_left=window_left),
             fixed_split_size=split_size(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         last = last_of_lens(kv_lens, kv_indptr, page_size)
@@ -226,9 +226,9 @@ class MlaModule:
         """Plans the wrapper, for CUDA graphs, on page numbers that lie in the constructor's buffer already."""
         w = self._wrapper
         graph, before = w._graph, planned(w._attention)
-        if graph is None or graph.told is None:
+        if graph is None or graph.requested is None:
             raise UnsupportedError("_cached_module.plan(): only for wrappers with use_cuda_graph=True; call plan().")
-        options = graph.told._replace(num_qo_heads=num_heads, head_dim_vo=head_dim_ckv, causal=causal)
+        options = graph.requested._replace(num_qo_heads=num_heads, head_dim_vo=head_dim_ckv, causal=causal)
         last = last_of_lens(kv_lens, kv_indptr, options.page_size)
         indices = Indices(graph.batch_size, qo_indptr, 0, kv_indptr, last, graph.kv_indices, options.page_size)
         w._attention = Attention(AttentionSpec(indices, options), w._layout, w._workspace, w._backend, graph, before)

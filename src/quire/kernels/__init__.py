@@ -23,8 +23,20 @@ from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
 from quire.kernels.portable import CPU, DECODE, FA2, WIDE
 
 __all__ = [
-    "KERNELS", "PIN", "WISHES", "AttentionKernel", "AttentionKey", "AttentionProblem", "Decision", "TileShape",
-    "Verdict", "backends", "decide", "family", "kernel_of", "same_rows",
+    "KERNELS",
+    "PIN",
+    "WISHES",
+    "AttentionKernel",
+    "AttentionKey",
+    "AttentionProblem",
+    "Decision",
+    "TileShape",
+    "Verdict",
+    "backends",
+    "decide",
+    "kernel_of",
+    "same_rows",
+    "variants_for_all_lengths",
 ]  # fmt: skip
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
@@ -127,7 +139,7 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     raise _refusal(problem, backend, trace)
 
 
-def family(problem: AttentionProblem, backend: str) -> list[Spec]:
+def variants_for_all_lengths(problem: AttentionProblem, backend: str) -> list[Spec]:
     """The variants that `backend` takes for `problem` with any number of rows."""
     decisions = []
     for rows in (*range(0, 257, 16), 512, 1024, 2048, 4096):  # all values of same_rows()

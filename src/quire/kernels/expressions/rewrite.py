@@ -22,7 +22,7 @@ FIRST_ROWS, ROWS = "first_rows_of_level", "rows_of_level"
 COLUMNS = ("q_idx", "request", "qo_len", "kv_len", "first_key")
 
 
-def has_places(variant: Variant) -> bool:
+def reads_indices(variant: Variant) -> bool:
     """Whether the variant reads any index but the head."""
     expression = variant.expression
     return bool((indices_in(expression.score) | indices_in(expression.mask)) - {"head"})
@@ -31,7 +31,7 @@ def has_places(variant: Variant) -> bool:
 @lru_cache(maxsize=256)
 def variant_of_level(variant: Variant) -> Variant:
     """The variant for the keys of a level. If it reads indices, it also has the operands FIRST_ROWS and ROWS."""
-    return with_places(variant, (FIRST_ROWS, ROWS), _places) if has_places(variant) else variant
+    return remap_indices(variant, (FIRST_ROWS, ROWS), _places) if reads_indices(variant) else variant
 
 
 @lru_cache(maxsize=256)
@@ -56,7 +56,7 @@ def _tracer_of(variant: Variant, tables: Collection[str]) -> Tracer:
     return tracer
 
 
-def with_places(
+def remap_indices(
     variant: Variant, tables: Collection[str], places_of: Callable[[Tracer], Mapping[str, Value]]
 ) -> Variant:
     """The same variant with its indices replaced by `places_of`, which may read the int32 operands `tables`."""
@@ -105,7 +105,7 @@ def variant_of_blocks(variant: Variant, page_size: int, of_heads: bool) -> Varia
         reads -= {"head"}
     tables = [LISTS] if reads - {"request"} else []
     tables += [PAGES] if "kv_idx" in reads else []
-    return with_places(variant, tables, lambda tracer: _list_places(tracer, reads, page_size)) if reads else variant
+    return remap_indices(variant, tables, lambda tracer: _list_places(tracer, reads, page_size)) if reads else variant
 
 
 def _list_places(tracer: Tracer, reads: Collection[str], page_size: int) -> Mapping[str, Value]:
