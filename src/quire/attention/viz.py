@@ -321,14 +321,9 @@ def _planned(options: argparse.Namespace) -> tuple[AttentionWrapper, list[torch.
     last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in kv_lens], dtype=torch.int32, device="cpu")
     cache = randn(int(pages[-1]), 2, size, *own)
     table = (
-        pages,
-        torch.arange(int(pages[-1]), dtype=torch.int32, device="cpu"),
-        last,
-        qo_heads,
-        kv_heads,
-        options.head_dim,
-        size,
-    )
+        pages, torch.arange(int(pages[-1]), dtype=torch.int32, device="cpu"), last, qo_heads, kv_heads,
+        options.head_dim, size,
+    )  # fmt: skip
     if set(qo_lens) == {1}:
         decode = BatchDecodeWithPagedKVCacheWrapper(workspace)
         decode.plan(*table, **shared)

@@ -267,14 +267,9 @@ def trtllm_fmha_v2_prefill(
     for tensor, name in zip(inputs[:3], ("query", "keys", "values"), strict=True):
         check_same_device(tensor, name, workspace.device)
     indices = _indices(
-        inputs,
-        check_positive(batch_size, "batch_size"),
-        seq_lens,
-        cum_seq_lens_q,
-        cum_seq_lens_kv,
-        max_q_len,
+        inputs, check_positive(batch_size, "batch_size"), seq_lens, cum_seq_lens_q, cum_seq_lens_kv, max_q_len,
         max_kv_len,
-    )
+    )  # fmt: skip
     query = wide_query(inputs.query, out, out_dtype)
     output = Output.of(out, query, inputs.v.shape[-1], 1.0, out_dtype)
     logits = _logits(

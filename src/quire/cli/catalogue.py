@@ -251,16 +251,9 @@ def is_supported(
     if target is not None and not isinstance(target, str):
         raise ValidationError(f"target: expected the name of a GPU or CPU, such as 'sm90a', or None, got {target!r}.")
     problem = AttentionProblem(
-        target or host_target(matrix_unit=True),
-        q,
-        kv,
-        q,
-        *dims,
-        _whole(page_size, "page_size"),
-        **read_mask(mask),
-        rows=_whole(rows, "rows"),
-        is_mla=dims == MLA_DIMS,
-    )
+        target or host_target(matrix_unit=True), q, kv, q, *dims, _whole(page_size, "page_size"), **read_mask(mask),
+        rows=_whole(rows, "rows"), is_mla=dims == MLA_DIMS,
+    )  # fmt: skip
     try:
         decision = decide(problem, backend)
     except QuireError as error:

@@ -129,17 +129,12 @@ def serving(config: Mapping[str, Any], options: Mapping[str, Any]) -> Serving:
     dtype = options.get("dtype") or ("bf16" if stored == "fp32" else stored)  # as engines load float32 checkpoints
     latent = fields.get("kv_lora_rank")
     return Serving(
-        model=str(fields.get("model_type", "unknown")),
-        layers=tuple(dict.fromkeys(_layers(fields, qo_heads))),
+        model=str(fields.get("model_type", "unknown")), layers=tuple(dict.fromkeys(_layers(fields, qo_heads))),
         latent=(latent + _number(fields, "qk_rope_head_dim"), latent) if latent else None,
-        num_qo_heads=qo_heads // tp,
-        num_kv_heads=max(1, kv_heads // tp),
-        dtype=dtype,
-        kv_dtype=options.get("kv", dtype),
-        page_size=options.get("page", 16),
-        spec=options.get("spec", 1),
+        num_qo_heads=qo_heads // tp, num_kv_heads=max(1, kv_heads // tp), dtype=dtype,
+        kv_dtype=options.get("kv", dtype), page_size=options.get("page", 16), spec=options.get("spec", 1),
         **{name: True for name in _FLAGS if options.get(name)},
-    )
+    )  # fmt: skip
 
 
 def _number(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -177,14 +172,9 @@ def _layers(fields: Mapping[str, Any], qo_heads: int) -> Iterator[Layer]:
         window = kind != "full"
         dims = (wide, wide) if wide and not window else (qk, vo)
         yield Layer(
-            dims[0],
-            dims[1],
-            window=window,
-            chunked=kind == "chunked",
-            soft_cap=bool(fields.get("attn_logit_softcapping")),
-            causal=causal,
-            alibi=_has_alibi(fields),
-        )
+            dims[0], dims[1], window=window, chunked=kind == "chunked",
+            soft_cap=bool(fields.get("attn_logit_softcapping")), causal=causal, alibi=_has_alibi(fields),
+        )  # fmt: skip
 
 
 def _has_alibi(fields: Mapping[str, Any]) -> bool:

@@ -67,27 +67,12 @@ def _keep_only(staging: Path, names: tuple[str, ...]) -> None:
 def _describe(request: Request, parts: Mapping[str, str], built: Path, outcome: Outcome) -> Manifest:
     report, spec, image = outcome.report, request.spec, built.read_bytes()
     return Manifest(
-        schema=SCHEMA,
-        slug=spec.slug,
-        target=spec.target,
-        fields=dict(spec.fields),
-        request=dict(request.parts),
-        toolchain=dict(parts),
-        entry=spec.entry,
-        warmup=spec.warmup,
-        artifact=built.name,
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        exports=read_exports(image, spec),
-        registers=report.registers,
-        spills=report.spills,
-        stack=report.stack,
-        smem=report.smem,
-        warnings=list(report.warnings),
-        seconds=round(outcome.seconds, 3),
-        peak_bytes=outcome.peak_bytes,
-        created=time.time(),
-    )
+        schema=SCHEMA, slug=spec.slug, target=spec.target, fields=dict(spec.fields), request=dict(request.parts),
+        toolchain=dict(parts), entry=spec.entry, warmup=spec.warmup, artifact=built.name, size=len(image),
+        sha256=hashlib.sha256(image).hexdigest(), exports=read_exports(image, spec), registers=report.registers,
+        spills=report.spills, stack=report.stack, smem=report.smem, warnings=list(report.warnings),
+        seconds=round(outcome.seconds, 3), peak_bytes=outcome.peak_bytes, created=time.time(),
+    )  # fmt: skip
 
 
 def _failure(request: Request, store: Store, outcome: Outcome, failure: compilation.Diagnosis) -> CompileError:

@@ -17,18 +17,9 @@ from quire.errors import ValidationError
 
 #: Variables that change what a compiler generates without changing the key: they are removed from its environment.
 _SCRUBBED = (
-    "NVCC_PREPEND_FLAGS",
-    "NVCC_APPEND_FLAGS",
-    "NVCC_CCBIN",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "LIBRARY_PATH",
-    "GCC_EXEC_PREFIX",
-    "COMPILER_PATH",
-    "SOURCE_DATE_EPOCH",
-    "NINJA_STATUS",
-)
+    "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH", "SOURCE_DATE_EPOCH", "NINJA_STATUS",
+)  # fmt: skip
 
 #: PyTorch's names of architecture families, and the targets that each stands for.
 _FAMILIES = {"ampere": ("sm80", "sm86"), "ada": ("sm89",), "hopper": ("sm90a",), "blackwell": ("sm100a", "sm120a")}

@@ -23,20 +23,8 @@ from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
 from quire.kernels.portable import CPU, DECODE, FA2, WIDE
 
 __all__ = [
-    "KERNELS",
-    "PIN",
-    "WISHES",
-    "AttentionKernel",
-    "AttentionKey",
-    "AttentionProblem",
-    "Decision",
-    "TileShape",
-    "Verdict",
-    "backends",
-    "decide",
-    "kernel_of",
-    "same_rows",
-    "variants_for_all_lengths",
+    "KERNELS", "PIN", "WISHES", "AttentionKernel", "AttentionKey", "AttentionProblem", "Decision", "TileShape",
+    "Verdict", "backends", "decide", "kernel_of", "same_rows", "variants_for_all_lengths",
 ]  # fmt: skip
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.

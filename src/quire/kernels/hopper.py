@@ -267,16 +267,11 @@ class PodKey:
     def spec(self) -> Spec:
         """The input of the compiler."""
         return Spec(
-            slug=self.slug,
-            target=self.prefill.target,
-            header="quire/kernels/pod.cuh",
-            kernel="Pod",
-            entry="quire_pod",
-            params=struct_of(PodParams),
+            slug=self.slug, target=self.prefill.target, header="quire/kernels/pod.cuh", kernel="Pod",
+            entry="quire_pod", params=struct_of(PodParams),
             code=_members("Prefill", _PREFILL.spec(self.prefill)) + _members("Decode", _DECODE.spec(self.decode)),
-            exports=(*GPU_EXPORTS, "kDecoding"),
-            warmup=self.slug,
-        )
+            exports=(*GPU_EXPORTS, "kDecoding"), warmup=self.slug,
+        )  # fmt: skip
 
 
 def _members(name: str, spec: Spec) -> str:

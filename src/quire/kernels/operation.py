@@ -141,20 +141,13 @@ class OperationKey:
         """The input of the compiler."""
         op, own = OPERATIONS[self.name], find_variant(self.type[4:]) if self.name in _OF_VARIANT else None
         return Spec(
-            slug=self.slug,
-            target=self.target,
-            header=op.header,
-            kernel=op.cxx,
-            entry=f"quire_{self.name}",
-            params=struct_of(op.params),
-            types=(("T", _CXX[self.type]),) if self.type in _CXX else (),
-            constants=(("kVec", self.vector), *_places(op, own)),
-            code="" if own is None else render(own.expression),
+            slug=self.slug, target=self.target, header=op.header, kernel=op.cxx, entry=f"quire_{self.name}",
+            params=struct_of(op.params), types=(("T", _CXX[self.type]),) if self.type in _CXX else (),
+            constants=(("kVec", self.vector), *_places(op, own)), code="" if own is None else render(own.expression),
             operands=None if own is None else struct_of(operands_struct(own.expression)),
             asserts=((("kThreads", PARALLEL_THREADS),) if self.target.startswith("sm") else ()) + op.asserts,
-            warmup=self.slug,
-            fields=() if own is None else (("expression", str(own)),),
-        )
+            warmup=self.slug, fields=() if own is None else (("expression", str(own)),),
+        )  # fmt: skip
 
 
 def _places(op: Operation, own: Variant | None) -> tuple[tuple[str, int], ...]:
