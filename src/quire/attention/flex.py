@@ -30,11 +30,10 @@ from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.engine.wrapper import Pair
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.expressions.functions import call_traced
 from quire.kernels.expressions.rewrite import MaskParts, split_mask
 from quire.kernels.expressions.trace import Tracer, Value, call_torch, fail
 from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES
-from quire.kernels.expressions.variant import Variant, variant_of_trees
+from quire.kernels.expressions.variant import Variant, call_traced, variant_of_trees
 
 __all__ = ["flex_attention"]
 

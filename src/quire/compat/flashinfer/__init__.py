@@ -21,7 +21,7 @@ import sys
 from importlib.machinery import ModuleSpec
 
 from quire.compat.flashinfer import devices
-from quire.compat.flashinfer.finders import overlay, standin
+from quire.compat.flashinfer.names import overlay, standin
 
 __all__ = ["activate", "deactivate", "report"]
 
