@@ -1,4 +1,4 @@
-"""Variants of one's own over parts of the keys: they mean the places of whole requests, or of a whole matrix."""
+"""Custom variants over parts of the keys: they mean the places of whole requests, or of a whole matrix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_variants_over_levels(name, device, backend):
     for _ in range(2):
         wrapper.plan(*columns, 4, 2, p.head_dim, 8, causal=True, q_data_type=p.dtype, **of_plan)
         p.check(wrapper.run(p.q, cache.kv, **of_run), **case.expected())
-    assert "a variant of one's own" in wrapper.explain()
+    assert "custom variants" in wrapper.explain()
 
 
 def joint(case, device):

@@ -1,4 +1,4 @@
-"""Variants of one's own: the library against the oracle, on every backend and through every call."""
+"""Custom variants: the library against the oracle, on every backend and through every call."""
 
 from __future__ import annotations
 
@@ -525,7 +525,7 @@ def test_masks_of_long_variants(device, backend):
 
 
 def test_a_soft_cap_with_a_mask(device, backend):
-    """The pattern of a score beside a mask of one's own."""
+    """The pattern of a score beside a custom mask."""
     cap, mask = CASES["soft_cap"], CASES["document_mask"]
     variant = quire.Variant(
         lambda score, cap: cap * tanh(score / cap),

@@ -45,7 +45,7 @@ class Selection:
     kv_dtypes: tuple[str, ...] = ()  #: (): as dtypes
     masks: tuple[str, ...] = ("none", "causal")  #: with "+window" and "+cap" as wanted
     targets: tuple[str, ...] = field(default_factory=lambda: (host_target(matrix_unit=True),))
-    variants: tuple[Variant, ...] = ()  #: of one's own, each instead of none
+    variants: tuple[Variant, ...] = ()  #: custom ones, each instead of none
 
 
 #: What `quire warmup --preset` knows: options of a Selection.
@@ -289,7 +289,7 @@ class Built:
     seconds: float
     path: str | None = None
     error: str | None = None
-    expression: str | None = None  #: the text of a variant of one's own, which the slug names by its digest
+    expression: str | None = None  #: the text of a custom variant, which the slug names by its digest
 
 
 def _build(spec: Spec, store: Store | None, dry_run: bool) -> Built:

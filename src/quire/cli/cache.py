@@ -58,7 +58,7 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("--mask", type=parser.masks, dest="masks", help=mask_words())
     warmup.add_argument(
         "--variant", type=parser.checked(_variant), action="append", dest="variants", metavar="MODULE:NAME",
-        help="a quire.Variant of one's own, as package.module:name; may be repeated",
+        help="a custom quire.Variant, as package.module:name; may be repeated",
     )  # fmt: skip
     warmup.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
     hosts = ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")

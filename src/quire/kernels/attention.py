@@ -227,7 +227,7 @@ class AttentionKernel:
         if problem.timed and not self.notes_times:
             return "it does not note when it computes what"
         if problem.timed and problem.variant is not None:
-            return "variants of one's own have no timed ones"
+            return "custom variants cannot be timed"
         if problem.tile_scales and all(operand.scales is None for operand in self.operands):
             return "it takes no latents with scales, which rows of 656 bytes have"
         return None

@@ -286,7 +286,7 @@ def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
     if (prefill.kernel, decode.kernel) != (_PREFILL.name, _DECODE.name):
         return f"expected {_PREFILL.name} and {_DECODE.name}, got {prefill.kernel} and {decode.kernel}"
     if any(_has_more(key) for key in (prefill, decode)):
-        return "a variant of one's own, or a cascade, has a launch of its own"
+        return "custom variants and cascades have separate launches"
     if prefill.page_size == ANY_PAGE_SIZE:
         return "tokens that are gathered one by one take ptxas ten times as long beside another kernel"
     if decode.tile_rows > 32 or _DECODE.tile(decode).kv == 32:
