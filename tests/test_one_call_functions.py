@@ -374,16 +374,33 @@ def test_nothing_of_the_caller_is_kept(name, device):
 
 def test_a_workspace_is_not_kept(device):
     tensors = paged(device, 0)
-    workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=device)
+    before = 0 if device == "cpu" else torch.cuda.memory_allocated()
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     for _ in range(3):
         quire.decode.trtllm_batch_decode_with_kv_cache(
             tensors[0], tensors[1], workspace, *tensors[2:], PAGE * PAGES, 0.125, 1.0, kv_layout="NHD"
         )
     reference = weakref.ref(workspace)
     del workspace
-    if reference() is not None:
-        gc.collect()
+    gc.collect()
     assert reference() is None
+    if device != "cpu":  # where a view of it would keep its memory
+        assert torch.cuda.memory_allocated() - before < 32 << 20
+
+
+def test_memory_of_streams_is_bounded():
+    """Beyond a number of streams that of the first one is given back, and taken again when it is needed."""
+    scratches, cpu = replay._Scratches(), torch.device("cpu")
+    held = [scratches.of(cpu, stream) for stream in range(replay._MOST_STREAMS + 2)]
+    for scratch in held:
+        assert scratches.grow(scratch, 64) == scratch.address != 0
+    assert [scratch.num_bytes for scratch in held] == [0, 0] + [64] * replay._MOST_STREAMS
+    assert scratches.of(cpu, 0) is held[0]
+    scratches.grow(held[0], 128)
+    scratches.grow(held[3], 128)
+    assert [scratch.num_bytes for scratch in held[:5]] == [128, 0, 0, 128, 64]
+    del held, scratch
+    assert scratches.of(cpu, 1).num_bytes == 0  # calls that are forgotten keep no memory of streams that have none
 
 
 def test_lengths_on_the_host_are_compared_by_content(device):

@@ -90,7 +90,7 @@ def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch)
     plan = planner.make_plan(decision, indices, options, OwnWorkspace(torch.device("cpu")), bits, None)
     plan.copy_signature(b"", None)
     for stream in (0, 5, 5, 0):
-        plan.run(stream, [0, 0, 0, 0], None, None, 1.0, 1.0, None, None, 1.0, None)
+        plan.run(stream, [0, 0, 0, 0], plan_module.NO_EXTRAS, None)
     assert [stream for _, stream in told] == ["another stream"]  # the bits: each run has partial results of its own
     assert {pointer for pointer, _ in told} == {bits.data_ptr()}
 

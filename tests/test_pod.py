@@ -132,7 +132,7 @@ def hopper_plan(decision, qo_len, kv_len):
 
 def run_plan(attention, pointer):
     """run() with all operands at one address."""
-    attention.plan.run(0, [pointer] * 4, None, None, 1.0, 1.0, None, None, 1.0, None)
+    attention.plan.run(0, [pointer] * 4, plan_module.NO_EXTRAS, None)
     return pointer
 
 

@@ -13,6 +13,7 @@ import quire
 from calls import decode_wrapper, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import FORMS, Problem, any_dtype
 from quire.engine import tensors
+from quire.engine.device import allocator
 
 LENS = (5, 1, 40), (60, 7, 90)
 
@@ -166,3 +167,37 @@ def test_a_gradient_that_was_not_asked_for_is_asked_for_later():
         p.check(wrapper.run(q, cache.kv))
     with pytest.raises(quire.ValidationError, match=r"q: .*grad"):
         wrapper.run(q, cache.kv)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("has_quick", [True, False])
+def test_memory_from_torch(has_quick, inference, monkeypatch, device):
+    """allocator() gives what torch.empty_strided() gives, also where torch has no quicker function."""
+    from torch._C._dynamo import guards
+
+    name = "_empty_strided_cpu" if device == "cpu" else "_empty_strided_cuda"
+    if not has_quick:
+        monkeypatch.delattr(guards, name)
+    where = torch.empty(0, device=device).device
+    allocate = allocator.__wrapped__(where)
+    with torch.inference_mode(inference):
+        made = allocate((2, 0, 3), (9, 3, 1), torch.float32), allocate((4, 5), (1, 4), torch.bfloat16)
+        wanted = (
+            torch.empty_strided((2, 0, 3), (9, 3, 1), dtype=torch.float32, device=where),
+            torch.empty_strided((4, 5), (1, 4), dtype=torch.bfloat16, device=where),
+        )
+        assert made[1].fill_(1).sum() == 20
+    for got, like in zip(made, wanted, strict=True):
+        assert (got.shape, got.stride(), got.dtype, got.device) == (like.shape, like.stride(), like.dtype, like.device)
+        assert got.is_inference() is inference and not got.requires_grad
+        assert got.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+
+
+@pytest.mark.gpu
+def test_memory_from_torch_is_on_the_device_that_is_asked_for(device):
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for index in (0, 1):
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                assert allocator(torch.device("cuda", index))((3,), (1,), torch.int32).get_device() == index

@@ -307,18 +307,21 @@ class _KeptTrace(NamedTuple):
             return None
         captured = {} if variant is None else {name: places[id(t)] for name, t in tracer.origins.items()}
         of_mask, of_score = split_operands("flex_attention", variant, captured)
-        return cls(_Trace(variant, parts, {}, {}), of_mask, of_score, state.kept)
+        return cls(_Trace(variant, parts, {}, {}, key=object()), of_mask, of_score, state.kept)
 
-    def with_tensors(self, tensors: list[torch.Tensor], key: Hashable) -> _Trace:
+    def with_tensors(self, tensors: list[torch.Tensor]) -> _Trace:
         """The trace with today's tensors."""
+        if not self.of_mask and not self.of_score:
+            return self.trace
         of_mask, of_score = (
             {name: _as_operand(tensors[i]) for name, i in places.items()} for places in (self.of_mask, self.of_score)
         )
         sources = tuple(tensors[i] for i in self.of_mask.values())
-        return self.trace._replace(of_mask=of_mask, of_score=of_score, sources=sources, key=key)
+        return self.trace._replace(of_mask=of_mask, of_score=of_score, sources=sources)
 
 
 _traces: dict[Hashable, _KeptTrace | None] = {}
+_NOT_MET: Any = object()
 
 
 def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace | None:
@@ -327,13 +330,14 @@ def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace 
     state = None if is_noop else state_of(score_mod, mask_mod)
     if state is None or type(query) not in _TENSORS or type(key) not in _TENSORS or not query.dim() == key.dim() == 4:
         return None
-    whole = state.key, query.shape[2], key.shape[2]
-    if whole not in _traces:
+    lengths = query.shape[2], key.shape[2]
+    whole = state.key, lengths
+    kept = _traces.get(whole, _NOT_MET)
+    if kept is _NOT_MET:
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
-        _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, (query.shape[2], key.shape[2]))
-    kept = _traces[whole]
-    return None if kept is None else kept.with_tensors(state.tensors, whole)
+        kept = _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, lengths)
+    return None if kept is None else kept.with_tensors(state.tensors)
 
 
 # --- what a function depends on --------------------------------------------------------------------------------------

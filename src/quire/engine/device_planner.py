@@ -42,7 +42,8 @@ def make_plan_on_device(
 class Made(NamedTuple):
     """What a schedule on the device was made with."""
 
-    arrays: tuple[torch.Tensor | None, ...]  #: of DeviceSchedule.launch()
+    #: lengths of requests, offsets in q and in k, out and lse: each may be None
+    arrays: tuple[torch.Tensor | None, ...]
     table: torch.Tensor | None
     partials: torch.Tensor
     kept: torch.Tensor | None  #: the memory of a schedule that was there already
@@ -116,7 +117,7 @@ class DeviceSchedule:
         self.place(buffer.data_ptr(), partials.data_ptr(), address_of(table))
         self.made = Made(arrays, table, partials, known)
         if known is None:
-            self.launch(*map(address_of, arrays))
+            self.launch(tuple(map(address_of, arrays)))
             if kept is not None and not is_capturing(self._device):
                 kept.keep(shape, buffer)
         return buffer, lengths.kv_lens, lengths.qo_indptr, lengths.kv_indptr, table, partials
@@ -134,28 +135,25 @@ class DeviceSchedule:
                 self.params.num_pages = self._num_pages
             self._at = at
 
-    def launch(
-        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None, *,
-        stream: int | None = None,
-    ) -> None:  # fmt: skip
-        """Launch the kernel on these arrays; on `stream`, if the caller knows torch's current one."""
-        places, arrays = self._places, (kv_lens, qo_indptr, kv_indptr, out, lse)
+    def launch(self, arrays: tuple[int | None, ...], stream: int | None = None) -> None:
+        """Launch the kernel on these arrays, of which `Made` has the order; on `stream`, if the caller knows torch's
+        current one.
+        """
         if arrays != self._arrays:
-            places[0], places[1], places[2], places[8], places[9] = self._arrays = arrays
-        params = ctypes.addressof(self._params)
+            self._places[:3], self._places[8:], self._arrays = arrays[:3], arrays[3:], arrays
         if stream is None or _is_profiler_enabled():
+            params = ctypes.addressof(self._params)
             launch(self.planner, params, self._device, grid=self._grid, block=PARALLEL_THREADS)
             return
         if self._start is None:
             assert isinstance(self.planner, CudaModule)
-            index = self._device.index or 0
+            index, params = self._device.index or 0, ctypes.addressof(self._params)
             self._start = self.planner.bind(params, self._grid, PARALLEL_THREADS, 0, index).start
         self._start(stream)
 
 
-def _pointers_at(params: ctypes.Structure, first: str, last: str) -> ctypes.Array[Any]:
-    """The neighbouring pointers `first` to `last` of a struct."""
+def _pointers_at(params: ctypes.Structure, first: str, last: str) -> Any:
+    """The neighbouring pointers `first` to `last` of a struct: an array, for whose slices mypy has no type."""
     begin, end = (getattr(type(params), name).offset for name in (first, last))
     kind: Any = ctypes.c_void_p * ((end - begin) // 8 + 1)
-    found: ctypes.Array[Any] = kind.from_address(ctypes.addressof(params) + begin)
-    return found
+    return kind.from_address(ctypes.addressof(params) + begin)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -190,6 +191,13 @@ LOG2E = math.log2(math.e)
 _LEAST_SCALE = 1e-20  #: of q . k in base 2, where kernels divide a bias by it
 
 
+#: What a run has beside its operands: addresses of the lse and of sinks; the scales of the logits and of the output;
+#: addresses on the GPU of float32 numbers that multiply them, for paged keys only; what an lse of base 2 is multiplied
+#: by. A plain tuple, which costs a run less than one with names.
+Extras = tuple[int | None, int | None, float, float, int | None, int | None, float]
+NO_EXTRAS: Extras = (None, None, 1.0, 1.0, None, None, 1.0)
+
+
 class OwnPartials(NamedTuple):
     """Memory for partial results that each run of a plan allocates: torch gives it to the next run on the stream."""
 
@@ -212,10 +220,7 @@ class ScheduleMaker(Protocol):
     def place(self, at: int, partials: int, table: int | None) -> None:
         """Set the parameters of the plan to a schedule at an address."""
 
-    def launch(
-        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None, *,
-        stream: int | None = None,
-    ) -> None:  # fmt: skip
+    def launch(self, arrays: tuple[int | None, ...], stream: int | None = None) -> None:
         """Enqueue what writes the schedule there."""
 
 
@@ -226,7 +231,10 @@ class AttentionPlan:
     """
 
     _made: tuple[torch.Tensor | None, ...] = ()  # the tensors of plan_again()
-    _extras: tuple[object, ...] = ()  # what run() was given beside the operands last time
+    _pointers: Any  # where the parameters have the addresses of q, k, v and o: an array, for which mypy has no slices
+    _more: Sequence[tuple[Any, slice]] = ()  # with further operands: all such arrays, and their parts of the addresses
+    _extras: Extras | None = None  # what run() was given last time
+    _partials_at = 0  # where the parameters say that partial results of the plan's own are
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
@@ -283,9 +291,13 @@ class AttentionPlan:
         assert self.on_device is not None
         self._made = self.on_device.make(lengths, workspace)
 
+    def forget(self) -> None:
+        """Keep no tensor that plan_again() was given or made: whoever runs the plan sets all addresses."""
+        self._made = ()
+
     def set_logits(self, logits: LogitsOptions) -> None:
         """Use another scale and cap of logits from the next run() on, without compiling or planning."""
-        self._logits, self._params.logits_cap, self._extras = logits, logits.logits_soft_cap * LOG2E, ()
+        self._logits, self._params.logits_cap, self._extras = logits, logits.logits_soft_cap * LOG2E, None
 
     @property
     def operands(self) -> ctypes.Structure:
@@ -315,25 +327,24 @@ class AttentionPlan:
 
     def _set_strides(self, strides: bytes) -> None:
         self._strides, address = strides, ctypes.addressof(self._struct)
-        self._pointers, *self._more = [block.write(address, strides) for block in self._decision.blocks]
+        blocks = [block.write(address, strides) for block in self._decision.blocks]
+        self._pointers = blocks[0]
+        if len(blocks) > 1:
+            ends = [*accumulate(map(len, blocks), initial=0)]
+            self._more = [(block, slice(*ends[i : i + 2])) for i, block in enumerate(blocks)]
 
     def run(
-        self, stream: int, pointers: list[int], lse: int | None, sinks: int | None, logits_scale: float,
-        o_scale: float, logits_scale_by: int | None, o_scale_by: int | None, lse_unit: float, enable_pdl: bool | None,
-    ) -> None:  # fmt: skip
+        self, stream: int, pointers: Sequence[int], extras: Extras, enable_pdl: bool | None, partials: int = 0
+    ) -> None:
         """Launch on `stream`, torch's current one, with operands at `pointers` that have set_signature()'s signature.
 
-        `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only. lse_unit: what an lse of
-        base 2 is multiplied by.
+        partials: the address of own_partials bytes for partial results; 0: torch is asked for them, if there are any.
         """
         if self._more:  # operands beside q, k, v and o
-            end = 0
-            for block in (self._pointers, *self._more):
-                begin, end = end, end + len(block)
-                block[:] = pointers[begin:end]  # type: ignore[assignment]  # mypy: no slices of ctypes arrays
+            for block, part in self._more:
+                block[:] = pointers[part]
         else:
-            self._pointers[:] = pointers  # type: ignore[assignment]
-        extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by, lse_unit
+            self._pointers[:] = pointers
         if extras != self._extras:
             self._set(*extras)
             self._extras = extras
@@ -342,8 +353,8 @@ class AttentionPlan:
         if stream not in self._streams:
             self._use_on(stream)
         if self._own_partials is not None:
-            partials = self._take_partials(self._own_partials)  # which must live until the launch is enqueued
-            self._held = None if self._instead is None else partials
+            memory = self._place_partials(self._own_partials, partials)  # must live until the launch is enqueued
+            self._held = None if self._instead is None else memory
         if self._instead is not None:
             self._instead(stream)
         elif self._grid:
@@ -354,12 +365,19 @@ class AttentionPlan:
             else:
                 launch(stream)
 
-    def _take_partials(self, own: OwnPartials) -> torch.Tensor:
-        partials = torch.empty(own.num_bytes, dtype=torch.uint8, device=self.device)
-        base, at = self._params, partials.data_ptr()
-        if base.partial_o != at:
+    def _place_partials(self, own: OwnPartials, at: int) -> torch.Tensor | None:
+        """Set the parameters to partial results at an address; 0: in new memory, which is returned."""
+        memory = None if at else torch.empty(own.num_bytes, dtype=torch.uint8, device=self.device)
+        at = at if memory is None else memory.data_ptr()
+        if at != self._partials_at:
+            base, self._partials_at = self._params, at
             base.partial_o, base.partial_md = at, at + own.maxima_offset
-        return partials
+        return memory
+
+    @property
+    def own_partials(self) -> int:
+        """Bytes of partial results that each run takes, as no workspace holds them."""
+        return 0 if self._own_partials is None else self._own_partials.num_bytes
 
     @property
     def kernel(self) -> str:

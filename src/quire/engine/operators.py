@@ -52,8 +52,10 @@ def is_tracing() -> bool:
     """Whether calls are recorded or transformed by torch, so that tensors may have no memory."""
     if is_dynamo_compiling():
         return True
-    has_mode = _len_torch_dispatch_stack() > (recorded.call is not None)  # a recording is a mode, too
-    return has_mode or _functorch.peek_interpreter_stack() is not None
+    modes = _len_torch_dispatch_stack()
+    if modes and modes > (recorded.call is not None):  # a recording is a mode, too
+        return True
+    return _functorch.peek_interpreter_stack() is not None
 
 
 #: Types in schemas, beside those of the same name; an integer may be symbolic.

@@ -21,15 +21,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.engine.launch import AttentionPlan, recorded
+from quire.engine.device import allocator, current_stream
+from quire.engine.launch import AttentionPlan, Extras, ScheduleMaker, recorded
 from quire.engine.tensors import Signature
 
 _MOST_STREAMS = 8  #: for which a thread keeps memory for partial results
 _MOST_READ = 1 << 16  #: bytes of a tensor that is compared by content
+_ADDRESS = torch.Tensor.data_ptr  # for map(), as a comprehension is a call of its own before Python 3.12
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}
 
 
@@ -82,27 +85,46 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _Scratch(threading.local):
-    """Memory of a thread, for each of its streams."""
+class _Scratch:
+    """Memory for the schedule and the partial results of a call. All calls of a thread on a stream use the same, as
+    each needs it until its kernel has ended.
+    """
+
+    __slots__ = ("__weakref__", "address", "device", "memory", "num_bytes")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory: torch.Tensor | None = None
+        self.address, self.num_bytes = 0, 0
+
+    def resize(self, num_bytes: int) -> None:
+        """Take other memory, or with 0 bytes give it back."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if num_bytes else None
+        self.memory, self.num_bytes, self.address = memory, num_bytes, 0 if memory is None else memory.data_ptr()
+
+
+class _Scratches(threading.local):
+    """The memory of a thread."""
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[torch.device, int], tuple[torch.Tensor, int, int]] = {}
+        self._of_streams: WeakValueDictionary[tuple[torch.device, int], _Scratch] = WeakValueDictionary()
+        self._filled: list[_Scratch] = []
 
-    def of(self, device: torch.device, stream: int, num_bytes: int) -> int:
-        """The address of memory for the schedule and the partial results of one call: all calls of this thread on a
-        stream use the same, as each needs them until its kernel has ended.
-        """
-        known = self._memory.get((device, stream))
-        if known is None or known[1] < num_bytes:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._memory.pop((device, stream), None)
-            known = self._memory[device, stream] = memory, num_bytes, memory.data_ptr()
-            if len(self._memory) > _MOST_STREAMS:
-                del self._memory[next(iter(self._memory))]
-        return known[2]
+    def of(self, device: torch.device, stream: int) -> _Scratch:
+        """That of a stream, which may be empty."""
+        return self._of_streams.setdefault((device, stream), _Scratch(device))
+
+    def grow(self, scratch: _Scratch, num_bytes: int) -> int:
+        """Its address, with so many bytes; beyond a number of streams, the memory of the first one is given back."""
+        scratch.resize(num_bytes)
+        self._filled = [scratch, *(other for other in self._filled if other is not scratch)]
+        for other in self._filled[_MOST_STREAMS:]:
+            other.resize(0)
+        del self._filled[_MOST_STREAMS:]
+        return scratch.address
 
 
-_scratch = _Scratch()
+_scratches = _Scratches()
 
 
 class Recording:
@@ -177,7 +199,7 @@ class _Places:
 
     def new_tensors(self, results: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
         """Sizes, strides and types to allocate, as the caller gets them."""
-        made = [(t.shape, t.stride(), t.dtype) for t in self._new]
+        made = [(tuple(t.shape), t.stride(), t.dtype) for t in self._new]
         replaced = set()
         for result in results:
             index, offset = self.of(result)
@@ -187,7 +209,7 @@ class _Places:
             if offset or at in replaced or result.nbytes != self._new[at].nbytes:
                 raise _NotRepeatable
             replaced.add(at)
-            made[at] = result.shape, result.stride(), result.dtype
+            made[at] = tuple(result.shape), result.stride(), result.dtype
         return made
 
     def shared(self) -> list[tuple[int, int, int]]:
@@ -217,58 +239,100 @@ class _Places:
             raise _NotRepeatable
 
 
+class _Numbers:
+    """Numbers of the addresses that a replay takes and writes, in the order of a list: those of the arguments, those of
+    new tensors, 0, and those at a distance from one of the others.
+    """
+
+    def __init__(self, num_tensors: int) -> None:
+        self._zero = num_tensors
+        self.inner: list[tuple[int, int]] = []  #: numbers, and bytes from their addresses: the last ones of the list
+
+    def of(self, place: tuple[int, int]) -> int:
+        """Of what _Places.of() returns."""
+        index, offset = place
+        if index < 0 or not offset:
+            return self._zero if index < 0 else index
+        if place not in self.inner:
+            self.inner.append(place)
+        return self._zero + 1 + self.inner.index(place)
+
+    def getter(self, places: Sequence[tuple[int, int]]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Takes some addresses from the list."""
+        return getter([self.of(place) for place in places])
+
+
+class _Planning:
+    """The schedule of a replay that is made on the GPU."""
+
+    def __init__(self, maker: ScheduleMaker, places: _Places) -> None:
+        made = maker.made
+        self._maker, self._kept = maker, made.kept
+        self._of_arrays, self._of_table = [places.of(t) for t in made.arrays], places.of(made.table)
+        #: Of partial results in the caller's workspace; None: they lie behind the schedule, in memory of the stream.
+        self._of_partials = places.of(made.partials) if places.is_given(made.partials) else None
+        self._kept_at: int = 0 if made.kept is None else made.kept.data_ptr()
+        self._schedule_bytes = maker.num_bytes if made.kept is None else 0
+        self.num_bytes = self._schedule_bytes + maker.partials_bytes * (self._of_partials is None)
+        #: The addresses that the recorded call gave the plan.
+        self.known = {t.data_ptr() for t in (made.table, made.partials) if t is not None}
+        self.known.add(made.partials.data_ptr() + maker.maxima_offset)
+        self._last: tuple[int, ...] = ()
+        maker.made = None
+
+    def number(self, numbers: _Numbers) -> None:
+        """Take the numbers of the addresses."""
+        self._arrays, self._table = numbers.getter(self._of_arrays), numbers.of(self._of_table)
+        self._partials = -1 if self._of_partials is None else numbers.of(self._of_partials)
+
+    def start(self, at: list[int], memory: int, stream: int) -> None:
+        """Plan on the GPU, with num_bytes of `memory`."""
+        partials = memory + self._schedule_bytes if self._partials < 0 else at[self._partials]
+        places = self._kept_at or memory, partials, at[self._table]
+        if places != self._last:
+            self._maker.place(*places)
+            self._last = places
+        if self._kept is None:
+            self._maker.launch(self._arrays(at), stream)
+
+
 class Replay:
-    """A recorded call, which is repeated with other tensors of the same signature. It belongs to one thread."""
+    """A recorded call, which is repeated with other tensors of the same signature. It belongs to one thread, and to the
+    stream that was current.
+    """
 
     def __init__(self, run: Run, places: _Places, result: Any) -> None:
-        self._plan, self._run, maker = run.plan, run, run.plan.on_device
-        tensors, self._device = places.tensors, run.plan.device
-        fits = fits_of(tensors)
-        self._bits = 15 if self._device.type == "cuda" else 0
-        self._operands = [places.of(*operand) for operand in run.operands]
-        self._others = [places.of(t) for t in (run.lse, run.sinks, *run.scales_by)]
-        self._captured = [(address, *places.of(tensor)) for address, tensor in run.captured]
-        self._made = None if maker is None else maker.made
+        self._plan, self._enable_pdl, maker = run.plan, run.enable_pdl, run.plan.on_device
+        tensors, device = places.tensors, run.plan.device
+        fits, others = fits_of(tensors), (run.lse, run.sinks, *run.scales_by)
+        operands, of_others = [places.of(*operand) for operand in run.operands], [places.of(t) for t in others]
+        captured = [(address, places.of(tensor)) for address, tensor in run.captured]
         known = {t.data_ptr() + offset for t, offset in run.operands if t is not None}
-        known.update(t.data_ptr() for t in (run.lse, run.sinks, *run.scales_by) if t is not None)
-        known.update(tensor.data_ptr() for _, tensor in run.captured)
-        self._last_places: tuple[int, ...] = ()
-        if maker is not None and self._made is not None:
-            made = self._made
-            self._arrays = [places.of(t) for t in made.arrays]
-            self._table, self._partials = places.of(made.table), self._place_of_partials(places, made.partials)
-            known.update(t.data_ptr() for t in (made.table, made.partials) if t is not None)
-            known.add(made.partials.data_ptr() + maker.maxima_offset)
-            self._scratch = maker.num_bytes * (made.kept is None) + maker.partials_bytes * (self._partials is None)
-            maker.made = None
-        content = places.content(self._device)
+        known.update(t.data_ptr() for t in (*others, *(tensor for _, tensor in run.captured)) if t is not None)
+        self._planning = None if maker is None or maker.made is None else _Planning(maker, places)
+        content = places.content(device)
         #: Whether a call is one of this signature.
         self.fits = fits if not content else lambda *given: fits(*given) and _are_equal(given, content)
         results = list(result) if isinstance(result, tuple) else [result]
-        self._results = [places.of(t) for t in results]
-        self._is_tuple = isinstance(result, tuple)
+        of_results = [places.of(t) for t in results]
         self._new = places.new_tensors(results)
         self._shared = places.shared()
-        places.check_plan(run.plan.params, known)
-        self._run = run._replace(operands=[], lse=None, sinks=None, scales_by=(None, None), captured=[])
-        self._check_results(tensors, results)
+        places.check_plan(run.plan.params, known if self._planning is None else known | self._planning.known)
+        _check_results(tensors, results, of_results)
 
-    @staticmethod
-    def _place_of_partials(places: _Places, partials: torch.Tensor) -> tuple[int, int] | None:
-        """In the caller's workspace; None: in memory of the stream."""
-        return places.of(partials) if places.is_given(partials) else None
-
-    def _check_results(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
-        """A result that lies in an argument is that argument."""
-        for (index, _), result in zip(self._results, results, strict=True):
-            if 0 <= index < len(tensors) and result is not None:
-                given = tensors[index]
-                if (given.data_ptr(), given.shape, given.stride()) != (
-                    result.data_ptr(),
-                    result.shape,
-                    result.stride(),
-                ):
-                    raise _NotRepeatable
+        numbers = _Numbers(len(tensors) + len(self._new))
+        self._operands, self._others = numbers.getter(operands), numbers.getter(of_others)
+        self._captured = [(ctypes.c_uint64.from_address(address), numbers.of(place)) for address, place in captured]
+        self._results = numbers.getter(of_results) if isinstance(result, tuple) else itemgetter(numbers.of(*of_results))
+        if self._planning is not None:
+            self._planning.number(numbers)
+            self._plan.forget()
+        self._inner = numbers.inner
+        self._extras: Extras = (0, 0, *run.scales, 0, 0, run.lse_unit)
+        self._has_others = any(t is not None for t in others)
+        self._allocate, self._bits = allocator(device), 15 if device.type == "cuda" else 0
+        self._scratch = _scratches.of(device, current_stream(device))
+        self._scratch_bytes = run.plan.own_partials if self._planning is None else self._planning.num_bytes
 
     @property
     def kernel(self) -> str:
@@ -282,54 +346,46 @@ class Replay:
 
     def __call__(self, tensors: Sequence[torch.Tensor], stream: int) -> Any:
         """The result of the call with these tensors, which fit; NotImplemented if their addresses do not."""
-        at = [tensor.data_ptr() for tensor in tensors]
+        at = [*map(_ADDRESS, tensors)]
         for i, j, distance in self._shared:
             if at[j] - at[i] != distance:
                 return NotImplemented
-        device = self._device
-        given: list[Any] = [*tensors]
+        new, allocate = [], self._allocate
         for size, stride, dtype in self._new:
-            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            given.append(tensor)
+            tensor = allocate(size, stride, dtype)
+            new.append(tensor)
             at.append(tensor.data_ptr())
         at.append(0)
-        given.append(None)
-        pointers = [at[i] + offset for i, offset in self._operands]
+        for i, offset in self._inner:
+            at.append(at[i] + offset)
+        pointers = self._operands(at)
         if self._bits:
             for pointer in pointers:
                 if pointer & 15:
                     return NotImplemented
-        for address, i, offset in self._captured:
-            ctypes.c_uint64.from_address(address).value = at[i] + offset
-        if self._made is not None:
-            self._schedule(at, stream)
-        run = self._run
-        lse, sinks, logits_by, o_by = [at[i] + offset for i, offset in self._others]
-        self._plan.run(stream, pointers, lse, sinks, *run.scales, logits_by, o_by, run.lse_unit, run.enable_pdl)
-        results = [given[i] for i, _ in self._results]
-        return tuple(results) if self._is_tuple else results[0]
-
-    def _schedule(self, at: list[int], stream: int) -> None:
-        """Plan on the GPU."""
-        maker, made = self._plan.on_device, self._made
-        assert maker is not None and made is not None
-        begin = _scratch.of(self._device, stream, self._scratch)
-        schedule = begin if made.kept is None else made.kept.data_ptr()
-        if self._partials is None:
-            partials = begin + self._scratch - maker.partials_bytes
-        else:
-            partials = at[self._partials[0]] + self._partials[1]
-        index, offset = self._table
-        places = schedule, partials, at[index] + offset
-        if places != self._last_places:
-            maker.place(*places)
-            self._last_places = places
-        if made.kept is None:
-            maker.launch(*[at[i] + offset for i, offset in self._arrays], stream=stream)
+        for operand, i in self._captured:
+            operand.value = at[i]
+        extras, memory = self._extras, self._scratch.address
+        if self._has_others:
+            lse, sinks, logits_scale_by, o_scale_by = self._others(at)
+            extras = lse, sinks, extras[2], extras[3], logits_scale_by, o_scale_by, extras[6]
+        if self._scratch.num_bytes < self._scratch_bytes:
+            memory = _scratches.grow(self._scratch, self._scratch_bytes)
+        if self._planning is not None:
+            self._planning.start(at, memory, stream)
+        self._plan.run(stream, pointers, extras, self._enable_pdl, memory)
+        return self._results((*tensors, *new, None))
 
 
-def is_source(reference: Callable[[], Any], source: Any) -> bool:
-    return reference() is source
+def _check_results(
+    tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None], places: Sequence[tuple[int, int]]
+) -> None:
+    """A result that lies in an argument is that argument."""
+    for (index, _), result in zip(places, results, strict=True):
+        if 0 <= index < len(tensors) and result is not None:
+            given = tensors[index]
+            if (given.data_ptr(), given.shape, given.stride()) != (result.data_ptr(), result.shape, result.stride()):
+                raise _NotRepeatable
 
 
 def _are_equal(tensors: Sequence[torch.Tensor], content: list[tuple[int, bytes]]) -> bool:

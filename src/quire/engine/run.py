@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine.checks import check_flags, check_output, check_shape, check_tensor, scalar, shape_of
+from quire.engine.device import allocator
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
-from quire.engine.launch import AttentionPlan, EncodedMaps, recorded
+from quire.engine.launch import NO_EXTRAS, AttentionPlan, EncodedMaps, Extras, recorded
 from quire.engine.operands import addresses_of, check_names, unexpected, write_operands
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS, index_limits
@@ -123,7 +124,7 @@ class PlannedRun:
             return run_upcast(self.run, self._plan_options, q, kv, out, lse, return_lse, options)
         if self._reads_8_bits and has_scales_of_heads(options):
             return run_scaled(self.run, self._plan_options, q, kv, out, lse, return_lse, options)
-        cache, known = cache_tensors(kv), self._signature
+        cache, known = (kv,) if type(kv) is torch.Tensor else cache_tensors(kv), self._signature
         tensors: list[Any] = [q, *cache, out, *options.others]
         is_known = out is not None and known is not None and len(tensors) == known.count and known.fits(*tensors)
         q_shape = self._q_shape if is_known else shape_of(q)
@@ -144,8 +145,14 @@ class PlannedRun:
         if nnz_qo != self._nnz_qo or q_shape != self._q_shape:  # q is checked before memory is asked for
             operand, expected = self.decision.kernel.operands[0], self._expected()
             expected.check(operand, q, operand.name, expected.view(operand, q, operand.name), nnz_qo)
-        o_shape = (nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo)
-        return torch.empty(o_shape, dtype=self.o_dtype, device=self._device)
+        return self._new((nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo), self.o_dtype)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor. A recording sees what torch.empty() allocates."""
+        if recorded.call is not None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        strides = (shape[1] * shape[2], shape[2], 1) if len(shape) == 3 else (shape[1], 1)
+        return allocator(self._device)(shape, strides, dtype)
 
     def _logits_scale(self, q_scale: Any, k_scale: Any) -> float:
         """Their product; kernels take the maximum before they scale, so that it is positive."""
@@ -166,11 +173,6 @@ class PlannedRun:
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         if stream and self._has_fixed_lengths and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
-        sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, logits_by, o_by, lse_unit, _, operands = options
-        if window_left is not None:
-            self._check_window(window_left)
-        logits_scale = 1.0 if q_scale is k_scale is None else self._logits_scale(q_scale, k_scale)
-        o_scale = 1.0 if v_scale is None else scalar(v_scale, "v_scale")
         pointers = pointers_of(tensors)
         self._lock.acquire()  # half the time of a with statement
         try:  # another thread may have run since
@@ -181,24 +183,32 @@ class PlannedRun:
                 pointers.insert(2, pointers[1] + self._v_offset)  # of the values in it
             if len(pointers) < self._num_operands:  # scales that were not given
                 pointers.extend([0] * (self._num_operands - len(pointers)))
-            if operands or self._plan_options.variant is not None:
-                self._write_operands(operands)
+            if options.operands or self._plan_options.variant is not None:
+                self._write_operands(options.operands)
+            extras = NO_EXTRAS if options is PLAIN and lse is None else self._extras(options, lse)
             if self._prologue is not None:
                 pointers = self._prologue.launch(pointers)
-            self._plan.run(
-                stream, pointers, None if lse is None else lse.data_ptr(),
-                None if sinks is None else self._check_sinks(sinks).data_ptr(), logits_scale, o_scale,
-                None if logits_by is None else logits_by.data_ptr(), None if o_by is None else o_by.data_ptr(),
-                lse_unit, enable_pdl,
-            )  # fmt: skip
+            self._plan.run(stream, pointers, extras, options.enable_pdl)
             if recorded.call is not None:
-                self._report(tensors, num_cache_tensors, lse, (logits_scale, o_scale), options)
+                self._report(tensors, num_cache_tensors, lse, extras, options)
         finally:
             self._lock.release()
 
+    def _extras(self, options: RunOptions, lse: torch.Tensor | None) -> Extras:
+        """What the plan takes beside the operands."""
+        sinks, q_scale, k_scale, v_scale, window_left, _, logits_by, o_by, lse_unit, *_ = options
+        if window_left is not None:
+            self._check_window(window_left)
+        return (
+            None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
+            1.0 if q_scale is k_scale is None else self._logits_scale(q_scale, k_scale),
+            1.0 if v_scale is None else scalar(v_scale, "v_scale"),
+            None if logits_by is None else logits_by.data_ptr(), None if o_by is None else o_by.data_ptr(), lse_unit,
+        )  # fmt: skip
+
     def _report(
         self, tensors: list[torch.Tensor], num_cache_tensors: int, lse: torch.Tensor | None,
-        scales: tuple[float, float], options: RunOptions,
+        extras: Extras, options: RunOptions,
     ) -> None:  # fmt: skip
         """Tell the recording of a call what was launched for it (replay.py)."""
         if self._prologue is not None:
@@ -211,7 +221,7 @@ class PlannedRun:
         if variant is not None:
             captured = addresses_of(self._plan.operands, variant.expression, options.operands)
         recorded.call.add_run(
-            self._plan, places, captured=captured, lse=lse, sinks=options.sinks, scales=scales,
+            self._plan, places, captured=captured, lse=lse, sinks=options.sinks, scales=extras[2:4],
             scales_by=(options.logits_scale_by, options.o_scale_by), lse_unit=options.lse_unit,
             enable_pdl=options.enable_pdl,
         )  # fmt: skip
@@ -328,7 +338,7 @@ class PlannedRun:
     def _lse(self, lse: torch.Tensor | None, nnz_qo: int) -> torch.Tensor:
         shape = (nnz_qo, self._plan_options.num_qo_heads)
         if lse is None:
-            return torch.empty(shape, dtype=torch.float32, device=self._device)
+            return self._new(shape, torch.float32)
         check_floats(check_output(lse, "lse"), "lse", self._device)
         check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
         return lse

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +214,6 @@ def _meet(distance: int, a: Steps, b: Steps) -> bool:
 
 
 Check = Callable[..., bool]
-_IS_NESTED = attrgetter("is_nested")
 
 
 def pointers_of(tensors: Sequence[Any]) -> list[int]:
@@ -247,7 +245,10 @@ class Signature:
 
 def has_nested(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether some of the tensors are nested."""
-    return True in map(_IS_NESTED, tensors)
+    for tensor in tensors:  # half the time of any()  # noqa: SIM110
+        if tensor.is_nested:
+            return True
+    return False
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Check:
