@@ -91,9 +91,9 @@ def flex_attention(
         return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     options = traced.key, scale, type(scale), enable_gqa, return_lse
     return repeated(
-        options, (query, key, value, *traced.of_score.values()),
-        lambda: _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, None, traced),
-        _sources(block_mask, traced),
+        options, (query, key, value, *traced.of_score.values()), _attend,
+        (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, None, traced),
+        sources=_sources(block_mask, traced),
     )  # fmt: skip
 
 

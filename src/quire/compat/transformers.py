@@ -269,7 +269,7 @@ def _attend_rows(
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
     asked = "transformers", scale, causal, softcap, padding, sinks is None, mask is None
     if mask is None or query.shape[2] > 1:
-        return repeated(asked, tensors, attended, () if mask is None else (mask,))  # type: ignore[no-any-return]
+        return repeated(asked, tensors, attended, sources=() if mask is None else (mask,))  # type: ignore[no-any-return]
     tokens = _tokens_of(mask, _token_line(key.shape, key.stride())[0])
     if isinstance(tokens, Indices) or tokens.kv_lens is None or tokens.page_table is None:
         return attended()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._C._autograd import _profiler_enabled as _is_profiler_enabled
@@ -19,7 +19,7 @@ from quire.engine.schedule import Lengths, address_of, check_fits_on_device
 from quire.jit import CudaModule
 from quire.kernels import Decision
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
-from quire.kernels.params import MergeGroup, Partition, RowTile, ScheduleLengthsParams, ScheduleOutput
+from quire.kernels.params import MergeGroup, Partition, RowTile, ScheduleLengthsParams, ScheduleOutput, pointers_at
 
 
 def make_plan_on_device(
@@ -82,8 +82,8 @@ class DeviceSchedule:
         self._grid = 1 + self._FILLING_CTAS * has_offsets
         self._shape = self._device, bytes(self._params)  # what a schedule for lengths that are all alike depends on
         base.num_tiles, base.num_ctas = num_tiles, ctas
-        self._places = _pointers_at(self._params, "kv_lens", "lse")
-        self._in_plan = _pointers_at(base, "kv_indices", "partial_md")
+        self._places = pointers_at(self._params, "kv_lens", "lse")
+        self._in_plan = pointers_at(base, "kv_indices", "partial_md")
         self.made: Made | None = None  #: with what make() made the last schedule
         self._arrays: tuple[int | None, ...] = ()
         self._start: Callable[[int], None] | None = None
@@ -150,10 +150,3 @@ class DeviceSchedule:
             index, params = self._device.index or 0, ctypes.addressof(self._params)
             self._start = self.planner.bind(params, self._grid, PARALLEL_THREADS, 0, index).start
         self._start(stream)
-
-
-def _pointers_at(params: ctypes.Structure, first: str, last: str) -> Any:
-    """The neighbouring pointers `first` to `last` of a struct: an array, for whose slices mypy has no type."""
-    begin, end = (getattr(type(params), name).offset for name in (first, last))
-    kind: Any = ctypes.c_void_p * ((end - begin) // 8 + 1)
-    return kind.from_address(ctypes.addressof(params) + begin)

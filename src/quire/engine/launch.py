@@ -27,7 +27,7 @@ from quire.jit.driver import encode_tensor_map, move_tensor_map
 from quire.kernels import Decision
 from quire.kernels.features import View
 from quire.kernels.operation import PARALLEL_THREADS
-from quire.kernels.params import AttentionParams, ScheduleInput, TensorMap
+from quire.kernels.params import AttentionParams, ScheduleInput, TensorMap, pointers_at
 
 _STATUSES = {1: "out of memory: no thread got memory to compute with; nothing was written"}
 _thread: ThreadPoolExecutor | None = None  # in a forked process: calls kernels of the host for the thread that forked
@@ -191,11 +191,11 @@ LOG2E = math.log2(math.e)
 _LEAST_SCALE = 1e-20  #: of q . k in base 2, where kernels divide a bias by it
 
 
-#: What a run has beside its operands: addresses of the lse and of sinks; the scales of the logits and of the output;
-#: addresses on the GPU of float32 numbers that multiply them, for paged keys only; what an lse of base 2 is multiplied
-#: by. A plain tuple, which costs a run less than one with names.
-Extras = tuple[int | None, int | None, float, float, int | None, int | None, float]
-NO_EXTRAS: Extras = (None, None, 1.0, 1.0, None, None, 1.0)
+#: What a run has beside its operands: addresses of the lse, of sinks, and of float32 numbers on the GPU that multiply
+#: the scales of the logits and of the output, for paged keys only; both scales; what an lse of base 2 is multiplied by.
+#: A plain tuple, which costs a run less than one with names.
+Extras = tuple[int | None, int | None, int | None, int | None, float, float, float]
+NO_EXTRAS: Extras = (None, None, None, None, 1.0, 1.0, 1.0)
 
 
 class OwnPartials(NamedTuple):
@@ -234,6 +234,7 @@ class AttentionPlan:
     _pointers: Any  # where the parameters have the addresses of q, k, v and o: an array, for which mypy has no slices
     _more: Sequence[tuple[Any, slice]] = ()  # with further operands: all such arrays, and their parts of the addresses
     _extras: Extras | None = None  # what run() was given last time
+    _given: Any = None  # where the parameters have its addresses
     _partials_at = 0  # where the parameters say that partial results of the plan's own are
 
     def __init__(
@@ -346,8 +347,7 @@ class AttentionPlan:
         else:
             self._pointers[:] = pointers
         if extras != self._extras:
-            self._set(*extras)
-            self._extras = extras
+            self._set(extras)
         if self._maps is not None:
             self._maps.move(pointers)
         if stream not in self._streams:
@@ -412,15 +412,15 @@ class AttentionPlan:
         finally:
             self._instead = self._held = None
 
-    def _set(
-        self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,
-        o_scale_by: int | None, lse_unit: float,
-    ) -> None:  # fmt: skip
-        p = self._params
-        p.lse, p.sinks, p.logits_scale_by, p.o_scale_by, p.lse_unit = lse, sinks, logits_scale_by, o_scale_by, lse_unit
-        scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
-        p.logits_scale = max(scale * LOG2E, _LEAST_SCALE if self._decision.key.has_bias else 0.0)
-        p.tanh_scale, p.o_scale = scale / cap if cap else scale, o_scale
+    def _set(self, extras: Extras) -> None:
+        if self._given is None:
+            self._given = pointers_at(self._params, "lse", "o_scale_by")
+        self._given[:], before, self._extras = extras[:4], self._extras, extras
+        if before is None or before[4:] != extras[4:]:
+            p, (logits_scale, o_scale, lse_unit) = self._params, extras[4:]
+            scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
+            p.logits_scale = max(scale * LOG2E, _LEAST_SCALE if self._decision.key.has_bias else 0.0)
+            p.tanh_scale, p.o_scale, p.lse_unit = scale / cap if cap else scale, o_scale, lse_unit
 
     def _use_on(self, stream: int) -> None:
         """Tell torch's allocator that the current stream reads the tensors of this plan, so that their memory is not

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MOST_KEYS = 512  #: that a thread knows
 _MOST_SIGNATURES = 8  #: of a key
 _MOST_BYTES = 64 << 20  #: of kept plans, on devices
+_NO_KWARGS: Mapping[str, Any] = {}
 #: Types of arguments that are compared as parts of a key.
 _CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum, Variant, ScheduleCache)
 
@@ -69,9 +71,10 @@ _known = _Known()
 
 
 def repeated(
-    key: Hashable, tensors: Sequence[torch.Tensor], call: Callable[[], Any], sources: Sequence[Any] = ()
-) -> Any:
-    """call(), or a replay of a call with an equal key and tensors of the same signature.
+    key: Hashable, tensors: Sequence[torch.Tensor], function: Callable[..., Any], args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = _NO_KWARGS, sources: Sequence[Any] = (),
+) -> Any:  # fmt: skip
+    """function(*args, **kwargs), or a replay of a call with an equal key and tensors of the same signature.
 
     What the result depends on beside the tensors is in the key. sources: objects that a plan was made from, which must
     be the same, and tensors among them unchanged; the call finds the plan by them itself (plan_cache.py).
@@ -80,12 +83,12 @@ def repeated(
     index = first.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
     if recorded.call is not None or has_nested(tensors) or (stream and is_capturing(first.device)):
-        return call()
+        return function(*args, **kwargs)
     key = key, first.shape, stream, torch.is_grad_enabled()
     if sources:
         versions = versions_of(sources)
         if versions is None:
-            return call()
+            return function(*args, **kwargs)
         key = key, versions, *map(id, sources)
     found = _known.calls.get(key)
     if found is None:
@@ -93,11 +96,13 @@ def repeated(
     for kept in found:
         if kept.fits(*tensors) and (not sources or _are_same(kept.sources, sources)):
             replay = kept.replay
-            if replay is None:
-                return call() if kept.is_recorded else _record(found, kept, tensors, call, sources)
-            result = replay(tensors, stream)
-            return call() if result is NotImplemented else result
-    result = call()
+            result = NotImplemented if replay is None else replay(tensors, stream)
+            if result is not NotImplemented:
+                return result
+            if replay is None and not kept.is_recorded:
+                return _record(found, kept, tensors, partial(function, *args, **kwargs), sources)
+            return function(*args, **kwargs)
+    result = function(*args, **kwargs)
     _keep(found, _Kept.of(tensors, sources))
     return result
 
@@ -152,11 +157,13 @@ def _keep(found: list[_Kept], kept: _Kept) -> None:
 class _Spelling:
     """How a call is spelt: the types of its values, and which of them are tensors."""
 
-    def __init__(self, types: Sequence[type]) -> None:
+    def __init__(self, types: Sequence[type], has_parts: bool = False) -> None:
+        """has_parts: what lies in tuples and lists among the values comes after them."""
         tensors = [i for i, kind in enumerate(types) if kind is torch.Tensor or kind is torch.nn.Parameter]
-        others = [i for i, kind in enumerate(types) if i not in tensors]
-        #: Whether some values are tuples or lists, such as pairs of tensors and windows: they are spelt out.
-        self.is_nested = tuple in types or list in types
+        wholes = [i for i, kind in enumerate(types) if kind is tuple or kind is list]
+        others = [i for i in range(len(types)) if i not in tensors and not (has_parts and i in wholes)]
+        #: Takes the tuples and lists, such as pairs of tensors and windows; None if there are none.
+        self.wholes = getter(wholes) if wholes and not has_parts else None
         #: Whether such calls can be recorded.
         self.is_known = bool(tensors) and all(issubclass(types[i], _CONSTANTS) for i in others)
         self.tensors: Callable[[Sequence[Any]], tuple[Any, ...]] = getter(tensors)
@@ -172,34 +179,29 @@ def replayed(function: _Function) -> _Function:
             return function(*args, **kwargs)
         values: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
         spelling: Hashable = (*map(type, values), *kwargs)
-        known = spellings.get(spelling) or _learn(spellings, spelling, values)
-        if known.is_nested:
-            sizes = [len(value) for value in values if type(value) in (tuple, list)]
-            values = _flat(values)
-            spelling = spelling, *sizes, *map(type, values)
-            known = spellings.get(spelling) or _learn(spellings, spelling, values)
+        known = spellings.get(spelling) or _learn(spellings, spelling, [*map(type, values)])
+        if known.wholes is not None:
+            wholes = known.wholes(values)
+            parts = [*chain.from_iterable(wholes)]
+            spelling = known, *map(len, wholes), *map(type, parts)
+            values = *values, *parts
+            known = spellings.get(spelling) or _learn(spellings, spelling, [*map(type, values)], has_parts=True)
         if not known.is_known:
             return function(*args, **kwargs)
-        return repeated((known, known.others(values)), known.tensors(values), lambda: function(*args, **kwargs))
+        return repeated((known, known.others(values)), known.tensors(values), function, args, kwargs)
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
     return wraps(function)(call)  # type: ignore[return-value]
 
 
-def _learn(spellings: dict[Hashable, _Spelling], spelling: Hashable, values: Sequence[Any]) -> _Spelling:
+def _learn(
+    spellings: dict[Hashable, _Spelling], spelling: Hashable, types: Sequence[type], has_parts: bool = False
+) -> _Spelling:
     """Store a spelling that has not been met."""
     if len(spellings) >= _MOST_KEYS:
         spellings.clear()
-    known = spellings[spelling] = _Spelling([*map(type, values)])
+    known = spellings[spelling] = _Spelling(types, has_parts)
     return known
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    """The values, with those of pairs and lists in their places."""
-    flat: list[Any] = []
-    for value in values:
-        flat.extend(value) if type(value) in (tuple, list) else flat.append(value)
-    return flat
 
 
 _MOST_PLANS = 32  #: plans of a thread

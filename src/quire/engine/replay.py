@@ -328,7 +328,7 @@ class Replay:
             self._planning.number(numbers)
             self._plan.forget()
         self._inner = numbers.inner
-        self._extras: Extras = (0, 0, *run.scales, 0, 0, run.lse_unit)
+        self._extras: Extras = (0, 0, 0, 0, *run.scales, run.lse_unit)
         self._has_others = any(t is not None for t in others)
         self._allocate, self._bits = allocator(device), 15 if device.type == "cuda" else 0
         self._scratch = _scratches.of(device, current_stream(device))
@@ -367,8 +367,7 @@ class Replay:
             operand.value = at[i]
         extras, memory = self._extras, self._scratch.address
         if self._has_others:
-            lse, sinks, logits_scale_by, o_scale_by = self._others(at)
-            extras = lse, sinks, extras[2], extras[3], logits_scale_by, o_scale_by, extras[6]
+            extras = *self._others(at), *extras[4:]
         if self._scratch.num_bytes < self._scratch_bytes:
             memory = _scratches.grow(self._scratch, self._scratch_bytes)
         if self._planning is not None:
@@ -402,10 +401,15 @@ def fits_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """
     first = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
     unique, again = sorted(first.values()), [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
-    fits, of_unique = Signature([tensors[i] for i in unique]).of_dense, getter(unique)
-    if not again:
-        return fits
-    return lambda *given: all(given[i] is given[j] for i, j in again) and fits(*of_unique(given))
+    check, of_unique = Signature([tensors[i] for i in unique]).of_dense, getter(unique)
+
+    def fits(*given: Any) -> bool:
+        for i, j in again:
+            if given[i] is not given[j]:
+                return False
+        return check(*of_unique(given))
+
+    return fits if again else check
 
 
 def getter(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -201,9 +201,9 @@ class PlannedRun:
             self._check_window(window_left)
         return (
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
+            None if logits_by is None else logits_by.data_ptr(), None if o_by is None else o_by.data_ptr(),
             1.0 if q_scale is k_scale is None else self._logits_scale(q_scale, k_scale),
-            1.0 if v_scale is None else scalar(v_scale, "v_scale"),
-            None if logits_by is None else logits_by.data_ptr(), None if o_by is None else o_by.data_ptr(), lse_unit,
+            1.0 if v_scale is None else scalar(v_scale, "v_scale"), lse_unit,
         )  # fmt: skip
 
     def _report(
@@ -221,7 +221,7 @@ class PlannedRun:
         if variant is not None:
             captured = addresses_of(self._plan.operands, variant.expression, options.operands)
         recorded.call.add_run(
-            self._plan, places, captured=captured, lse=lse, sinks=options.sinks, scales=extras[2:4],
+            self._plan, places, captured=captured, lse=lse, sinks=options.sinks, scales=extras[4:6],
             scales_by=(options.logits_scale_by, options.o_scale_by), lse_unit=options.lse_unit,
             enable_pdl=options.enable_pdl,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.jit.unit import Struct
 from quire.kernels.features import (
@@ -120,6 +120,13 @@ AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERAND
 
 #: The parameters of MLA kernels; see core/params.h.
 AttentionMlaParams = params_with("AttentionMlaParams", SCALED_MLA_OPERANDS)
+
+
+def pointers_at(params: ctypes.Structure, first: str, last: str) -> Any:
+    """The neighbouring pointers `first` to `last` of a struct: an array, for whose slices mypy has no type."""
+    begin, end = (getattr(type(params), name).offset for name in (first, last))
+    kind: Any = c_void_p * ((end - begin) // 8 + 1)
+    return kind.from_address(ctypes.addressof(params) + begin)
 
 
 class TensorMap(ctypes.Structure):
