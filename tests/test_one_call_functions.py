@@ -388,6 +388,29 @@ def test_a_workspace_is_not_kept(device):
         assert torch.cuda.memory_allocated() - before < 32 << 20
 
 
+def test_what_lies_in_tuples_is_part_of_a_call(device):
+    """Its numbers, its types, and the order of its tensors."""
+    q, k, v = (tensor[None, :16] for tensor in single(device, 0))
+    call = flash_attn.flash_attn_func
+    windows = (-1, -1), (3, 0), [2, 0], (True, 0)
+    paged_q, cache, *rest = paged(device, 0)
+    keys, values = cache.unbind(1)
+    workspace, decode = torch.zeros(8 << 20, dtype=torch.uint8, device=device), quire.xqa_batch_decode_with_kv_cache
+    orders = (keys, values), (values, keys), [keys, values]
+
+    def attend(function: Callable[..., Tensor], window: Any) -> Tensor:
+        return function(q, k, v, window_size=window)
+
+    def attend_pages(function: Callable[..., Tensor], pair: Any) -> Tensor:
+        return function(paged_q, pair, workspace, *rest, PAGE * PAGES, 0.125, 1.0, kv_layout="NHD")
+
+    for _ in range(4):
+        for window in windows:
+            assert torch.equal(attend(call, window), attend(call.__wrapped__, window)), window
+        for pair in orders:
+            assert torch.equal(attend_pages(decode, pair), attend_pages(decode.__wrapped__, pair))
+
+
 def test_memory_of_streams_is_bounded():
     """Beyond a number of streams that of the first one is given back, and taken again when it is needed."""
     scratches, cpu = replay._Scratches(), torch.device("cpu")
