@@ -331,8 +331,7 @@ def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace 
     if state is None or type(query) not in _TENSORS or type(key) not in _TENSORS or not query.dim() == key.dim() == 4:
         return None
     lengths = query.shape[2], key.shape[2]
-    whole = state.key, lengths
-    kept = _traces.get(whole, _NOT_MET)
+    kept = _traces.get(whole := (state.key, lengths), _NOT_MET)
     if kept is _NOT_MET:
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
