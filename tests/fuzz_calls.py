@@ -276,6 +276,16 @@ def as_results(returned: Any) -> Results:
     return tuple(returned) if isinstance(returned, tuple) else (returned,)
 
 
+def given(a: Args, *names: str) -> Args:
+    """Those arguments that a call has."""
+    return {name: a[name] for name in names if name in a}
+
+
+def cache_of(a: Args, suffix: str = "") -> Any:
+    """A cache of one tensor or two, as run() takes it."""
+    return a["cache" + suffix] if "cache" + suffix in a else (a["k_cache" + suffix], a["v_cache" + suffix])
+
+
 def scale_of(args: Args) -> float:
     return number(args.get("q_scale")) * number(args.get("k_scale"))
 
@@ -336,10 +346,6 @@ def single_decode(rng: random.Random) -> Case:
     )
 
 
-def _taken(args: Args, *names: str) -> Args:
-    return {name: args[name] for name in names if name in args}
-
-
 _LOGITS = ("window_left", "logits_soft_cap", "sm_scale", "pos_encoding_mode", "rope_scale")
 _PLAN = ("head_dim_qk", "head_dim_vo", "causal", "q_data_type", "custom_mask")
 _RUN = ("q_scale", "k_scale", "v_scale", "return_lse", "out", "lse", "sinks")
@@ -384,9 +390,9 @@ def ragged(rng: random.Random) -> Case:
         w = wrapper(a)
         w.plan(
             a["qo_indptr"], a["kv_indptr"], *(a[n] for n in _SIZES),
-            **_taken(a, *_PLAN, "disable_split_kv", *_LOGITS),
+            **given(a, *_PLAN, "disable_split_kv", *_LOGITS),
         )  # fmt: skip
-        return as_results(w.run(a["q"], a["k"], a["v"], **_taken(a, *_RUN)))
+        return as_results(w.run(a["q"], a["k"], a["v"], **given(a, *_RUN)))
 
     def check(a: Args, results: Results) -> None:
         k, v = (hnd(a[n], a["kv_layout"]) for n in ("k", "v"))
@@ -423,10 +429,6 @@ def _cache(rng: random.Random, p: Problem, layout: str) -> tuple[Args, int]:
     return {**args, "k_cache": kv[0], "v_cache": kv[1]}, page_size
 
 
-def _pages_of(args: Args) -> Any:
-    return args["cache"] if "cache" in args else (args["k_cache"], args["v_cache"])
-
-
 def paged(rng: random.Random) -> Case:
     p, layout = any_problem(rng, cache_dtypes=True), rng.choice(("NHD", "NHD", "HND"))
     cache, page_size = _cache(rng, p, layout)
@@ -445,9 +447,9 @@ def paged(rng: random.Random) -> Case:
         w = wrapper(a)
         w.plan(
             a["qo_indptr"], a["kv_indptr"], a["kv_indices"], a["kv_last_page_len"], *(a[n] for n in _SIZES),
-            **_taken(a, *_PLAN, "page_size", "kv_data_type", "fixed_split_size", *_LOGITS),
+            **given(a, *_PLAN, "page_size", "kv_data_type", "fixed_split_size", *_LOGITS),
         )  # fmt: skip
-        return as_results(w.run(a["q"], _pages_of(a), **_taken(a, *_RUN)))
+        return as_results(w.run(a["q"], cache_of(a), **given(a, *_RUN)))
 
     def check(a: Args, results: Results) -> None:
         k, v, kv = paged_tokens(a, whole(a["page_size"]), a["kv_layout"])
@@ -476,11 +478,11 @@ def decode(rng: random.Random) -> Case:
     def invoke(a: Args) -> Results:
         w = wrapper(a)
         tables = (a["kv_indptr"], a["kv_indices"], a["kv_last_page_len"], *(a[n] for n in _SIZES))
-        options = _taken(a, "head_dim", "page_size", "q_data_type", "kv_data_type", "q_len_per_req", *_LOGITS)
+        options = given(a, "head_dim", "page_size", "q_data_type", "kv_data_type", "q_len_per_req", *_LOGITS)
         if way == "workspace_size":
             w.workspace_size(*tables, **options)
         (quire.fast_decode_plan if way == "fast_decode_plan" else type(w).plan)(w, *tables, **options)
-        return as_results(w.run(a["q"], _pages_of(a), **_taken(a, *_RUN)))
+        return as_results(w.run(a["q"], cache_of(a), **given(a, *_RUN)))
 
     def check(a: Args, results: Results) -> None:
         k, v, kv = paged_tokens(a, whole(a["page_size"]), a["kv_layout"])
@@ -513,7 +515,7 @@ def graph_decode(rng: random.Random) -> Case:
         w = wrapper(a)
         tables = (a["kv_indptr"], a["kv_indices"], a["kv_last_page_len"], *(a[n] for n in _SIZES))
         w.plan(*tables, a["head_dim"], a["page_size"], q_data_type=a["q_data_type"])
-        return as_results(w.run_return_lse(a["q"], _pages_of(a)))
+        return as_results(w.run_return_lse(a["q"], cache_of(a)))
 
     def check(a: Args, results: Results) -> None:
         k, v, kv = paged_tokens(a, whole(a["page_size"]), "NHD")
@@ -678,7 +680,7 @@ def cascade(rng: random.Random) -> Case:
         w = wrapper(a)
         w.plan(
             *([a[n + "_shared"], a[n]] for n in names), *(a[n] for n in _SIZES),
-            **_taken(a, "head_dim", "page_size", "causal", "q_data_type", "logits_soft_cap", "sm_scale"),
+            **given(a, "head_dim", "page_size", "causal", "q_data_type", "logits_soft_cap", "sm_scale"),
         )  # fmt: skip
         return (w.run(a["q"], (a["k_cache"], a["v_cache"])),)
 
@@ -728,11 +730,11 @@ def _shared_prefix(rng: random.Random, prefill: bool) -> Case:
 
     def invoke(a: Args) -> Results:
         w = wrapper(a)
-        tables = (*_taken(a, "qo_indptr").values(), a["kv_indptr"], a["kv_indices"], a["kv_last_page_len"])
+        tables = (*given(a, "qo_indptr").values(), a["kv_indptr"], a["kv_indices"], a["kv_last_page_len"])
         sizes = (*(a[n] for n in _SIZES), a["head_dim"], a["page_size"])
         w.begin_forward(*tables, *sizes, **{"q_data_type" if prefill else "data_type": a["data_type"]})
-        options = _taken(a, "causal", "sm_scale", "rope_scale")
-        return (w.forward(a["q"], a["k_shared"], a["v_shared"], _pages_of(a), **options),)
+        options = given(a, "causal", "sm_scale", "rope_scale")
+        return (w.forward(a["q"], a["k_shared"], a["v_shared"], cache_of(a), **options),)
 
     def check(a: Args, results: Results) -> None:
         keys = a["k_cache"] if "k_cache" in a else a["cache"][:, 0]
@@ -890,8 +892,8 @@ def append(rng: random.Random) -> Case:
         args["k_cache"], args["v_cache"] = pages.kv
 
     def invoke(a: Args) -> Results:
-        given = {n: value for n, value in a.items() if n not in ("cache", "k_cache", "v_cache")}
-        quire.append_paged_kv_cache(paged_kv_cache=_pages_of(a), **given)
+        others = {n: value for n, value in a.items() if n not in ("cache", "k_cache", "v_cache")}
+        quire.append_paged_kv_cache(paged_kv_cache=cache_of(a), **others)
         return a["cache"].unbind(1) if "cache" in a else (a["k_cache"], a["v_cache"])
 
     def check(a: Args, results: Results) -> None:
@@ -1058,8 +1060,8 @@ def rope_append(rng: random.Random) -> Case:
         args["out"] = torch.full(args["q"].shape, math.nan, dtype=key.dtype)
 
     def invoke(a: Args) -> Results:
-        given = {n: value for n, value in a.items() if n not in ("cache", "k_cache", "v_cache")}
-        out = quire.rope_append_paged_kv_cache(paged_kv_cache=_pages_of(a), **given)
+        others = {n: value for n, value in a.items() if n not in ("cache", "k_cache", "v_cache")}
+        out = quire.rope_append_paged_kv_cache(paged_kv_cache=cache_of(a), **others)
         return (out, *(a["cache"].unbind(1) if "cache" in a else (a["k_cache"], a["v_cache"])))
 
     def check(a: Args, results: Results) -> None:

@@ -1,4 +1,4 @@
-"""Batches for the tests of FlashAttention-3's dialect, and their comparison with the oracle."""
+"""Batches for the tests of FlashAttention-3's dialect, and how results of FlashAttention compare with the oracle."""
 
 from __future__ import annotations
 

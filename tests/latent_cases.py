@@ -19,6 +19,7 @@ from fuzz_calls import (
     Kept,
     Results,
     as_results,
+    given,
     has_memory,
     integers,
     number,
@@ -30,7 +31,7 @@ from fuzz_calls import (
 from latents import BYTES, E4M3, Latents, packed, unpacked
 from problems import poisoned
 from quire.compat import flash_mla
-from value_cases import E5M2, LN2, given, numbers_of, restrided
+from value_cases import E5M2, LN2, numbers_of, restrided
 
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZES = (1, 3, 16, 64)

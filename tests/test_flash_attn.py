@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import interface_batches
 import oracle
 import quire
 from calls import capture
+from interface_batches import random
 from problems import ints, offsets
 from quire.compat import flash_attn, flash_attn_batch
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -20,34 +22,14 @@ Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
 WINDOWS = [(-1, -1), (5, 0), (4, 2), (-1, 3), (1000, 1000)]
 
 
-def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    return made.to(device=device, dtype=dtype)
-
-
 def ragged(dtype: torch.dtype, device: str, num_heads: int = 8, num_heads_k: int = 2, dim: int = 64) -> list[Tensor]:
     shapes = (sum(Q_LENS), num_heads), (sum(KV_LENS), num_heads_k), (sum(KV_LENS), num_heads_k)
     return [random(*shape, dim, device=device, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
 
 
-def seen(q_lens, kv_lens, causal: bool, window: tuple[int, int]) -> Tensor:
-    """Which keys each query sees as FlashAttention's documentation says, flat."""
-    masks = []
-    for n, m in zip(q_lens, kv_lens, strict=True):
-        distance = torch.arange(m)[None] - (torch.arange(n)[:, None] + m - n)  # right of where the query stands
-        left, right = window[0], 0 if causal else window[1]
-        masks.append(((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right)))
-    return torch.cat([mask.flatten() for mask in masks])
-
-
-def check(out, lse, q, k, v, q_lens=Q_LENS, kv_lens=KV_LENS, causal=False, window=(-1, -1), soft_cap=None, **options):
+def check(out, lse, q, k, v, q_lens=Q_LENS, kv_lens=KV_LENS, **options):
     """out [total_q, heads, dim] and lse [total_q, heads] in natural logarithms, against the oracle."""
-    indptrs = oracle.indptr_of(q_lens), oracle.indptr_of(kv_lens)
-    how = {"mask": seen(q_lens, kv_lens, causal, window), "soft_cap": soft_cap, **options}
-    ref = oracle.attention(q, k, v, *indptrs, **how)
-    oracle.assert_close(out, ref.o, oracle.torch_error(q, k, v, *indptrs, **how), indptrs[0])
-    if lse is not None:
-        oracle.assert_lse_close(lse / math.log(2), ref.lse, magnitude=64.0, soft_cap=soft_cap)
+    interface_batches.check(out, None if lse is None else lse.t(), q, k, v, q_lens, kv_lens, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])

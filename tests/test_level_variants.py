@@ -13,7 +13,7 @@ from quire.kernels.expressions.rewrite import reads_indices, variant_of_blocks, 
 from test_cascade import joined, shared_prefix
 from test_chunked_prefill import split
 from test_sparse import bsr, dense, listed, sizes
-from test_variants import CASES
+from test_variants import CASES, joint
 
 #: Of the head alone, of distances, of requests, and masks.
 NAMES = ("soft_cap", "alibi", "relative_bias", "noise", "sink_score", "document_mask", "tree_mask")
@@ -41,11 +41,6 @@ def test_variants_over_levels(name, device, backend):
         wrapper.plan(*columns, 4, 2, p.head_dim, 8, causal=True, q_data_type=p.dtype, **of_plan)
         p.check(wrapper.run(p.q, cache.kv, **of_run), **case.expected())
     assert "custom variants" in wrapper.explain()
-
-
-def joint(case, device):
-    """All operands, for calls that plan and run."""
-    return {name: x for part in case.on(device) for name, x in part.items()}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import quire
 from calls import no_synchronisation
 from problems import PagedCache, Problem, block_tables, ints, poisoned, workspace
 from quire.calls.xqa import xqa
-from test_xqa import LAYOUTS, Draft, batch, with_draft
+from test_xqa import LAYOUTS, Draft, batch, fp16, with_draft
 
 KV_LENS = (37, 1, 0, 300, 128, 129)
 
@@ -322,10 +322,6 @@ def test_permissions_are_not_needed(device, dtype):
 def test_no_requests(device, dtype):
     p = batch(dtype, device, ())
     assert call(p, p.paged(16)).shape == (0, p.num_qo_heads, p.head_dim)
-
-
-def fp16(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float16)
 
 
 WRONG = {

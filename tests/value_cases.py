@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from fuzz_calls import Args, Results, check_attention, number, paged_tokens, require, whole
+from fuzz_calls import Args, Results, check_attention, given, number, paged_tokens, require, whole
 from problems import FORMS, Problem, ints, poisoned
 
 LN2 = math.log(2)
@@ -96,10 +96,6 @@ def cache_args(rng: random.Random, p: Problem, layout: str, suffix: str = "") ->
     return {n + suffix: value for n, value in args.items()}, paged.page_size
 
 
-def cache_of(a: Args, suffix: str = "") -> Any:
-    return a["cache" + suffix] if "cache" + suffix in a else (a["k_cache" + suffix], a["v_cache" + suffix])
-
-
 def tokens_of(a: Args, layout: str, suffix: str = "") -> tuple[Tensor, Tensor, list[int]]:
     """Keys and values of the requests of a paged cache, and their offsets."""
     names = ("kv_indptr", "kv_indices", "kv_last_page_len", "cache", "k_cache", "v_cache")
@@ -149,10 +145,6 @@ PLANNED = (
     "window_left", "sm_scale", "logits_soft_cap", "pos_encoding_mode", "rope_scale", "rope_theta",
     "attention_chunk_size",
 )  # fmt: skip
-
-
-def given(a: Args, *names: str) -> Args:
-    return {name: a[name] for name in names if name in a}
 
 
 def meant(a: Args) -> Args:
