@@ -30,7 +30,7 @@ from hatchling.builders.utils import get_reproducible_timestamp
 
 import quire
 from quire.cli.aot import PRESETS, Selection, select
-from quire.cli.release import describe
+from quire.cli.provenance import describe
 from quire.jit import Store
 from quire.jit.signing import signing_key
 

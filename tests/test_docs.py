@@ -110,6 +110,12 @@ OTHERS = {
 SERVER_PAGE = "docs/tutorial/server.md"
 #: A program that says how it was called, and what FlashInfer is to it.
 PROGRAM = "import sys, flashinfer\nprint(*sys.argv, flashinfer.single_prefill_with_kv_cache.__module__)\n"
+#: A server whose batches can be replayed.
+ATTENDS = """
+import quire, torch
+k = torch.randn(70, 2, 64)
+quire.single_prefill_with_kv_cache(torch.randn(70, 4, 64), k, k, causal=True)
+"""
 
 
 def add_stubs(place: Path) -> None:
@@ -131,7 +137,7 @@ def test_shell_blocks_of_other_pages(page: str, place: Path, monkeypatch: pytest
     monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only -q -p no:cacheprovider")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     add_stubs(place)
-    (place / "serve.py").write_text(PROGRAM)
+    (place / "serve.py").write_text(ATTENDS if page == "docs/upgrades.md" else PROGRAM)
     for block in OTHERS[page]:
         said = run(block, place)
         assert "quire.compat.flashinfer serve.py" not in block or said.startswith("serve.py --port 8000 quire")

@@ -23,7 +23,7 @@ import quire
 from quire import cli, jit
 from quire.cli import new_parser
 from quire.cli.aot import spec_of
-from quire.cli.release import SIGNED, SUMS, Wheel, describe
+from quire.cli.provenance import SIGNED, SUMS, Wheel, describe
 from quire.jit.signing import PrivateKey
 from quire.jit.toolchain import Nvcc
 

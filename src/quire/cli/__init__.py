@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import quire
-from quire.cli import cache, catalogue, release
+from quire.cli import bench, cache, catalogue, provenance
 from quire.cli.aot import PRESETS
 from quire.cli.parser import USAGE, Parser
 from quire.errors import QuireError, UnsupportedError, ValidationError
@@ -45,7 +45,8 @@ def new_parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     cache.add_commands(commands)
     catalogue.add_commands(commands)
-    release.add_commands(commands)
+    bench.add_commands(commands)
+    provenance.add_commands(commands)
     _add_completion(commands)
     return parser
 

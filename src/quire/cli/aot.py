@@ -6,7 +6,9 @@ compiles nothing.
 
 from __future__ import annotations
 
+import io
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -15,9 +17,22 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire.errors import CompileError, QuireError, UnsupportedError, ValidationError
-from quire.jit import Spec, Store, build, host_target, lookup, stop_compilers, without_matrix_unit
+from quire.errors import CacheError, CompileError, QuireError, UnsupportedError, ValidationError
+from quire.jit import (
+    Entry,
+    Spec,
+    Store,
+    build,
+    host_target,
+    lookup,
+    request_parts,
+    stop_compilers,
+    user_store,
+    without_matrix_unit,
+)
+from quire.jit.archive import Pin, import_entries, pack
 from quire.jit.cpu import default_jobs
+from quire.jit.manifest import request_digest
 from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
 from quire.kernels.attention import MLA_DIMS
@@ -292,7 +307,7 @@ class Built:
     expression: str | None = None  #: the text of a custom variant, which the slug names by its digest
 
 
-def _build(spec: Spec, store: Store | None, dry_run: bool) -> Built:
+def _build(spec: Spec, store: Store | None, dry_run: bool, pin: Pin | None = None) -> Built:
     start, expression = perf_counter(), dict(spec.fields).get("expression")
     try:
         if dry_run:
@@ -301,24 +316,43 @@ def _build(spec: Spec, store: Store | None, dry_run: bool) -> Built:
                 spec.slug, "hit" if entry else "missing", perf_counter() - start, str(entry.path) if entry else None,
                 expression=expression,
             )  # fmt: skip
-        status, entry = build(spec, store=store, lasting=True)
+        status, entry = build(spec, store=store, lasting=True) if pin is None else _build_pinned(spec, store, pin)
     except QuireError as error:
         return Built(spec.slug, "failed", perf_counter() - start, error=str(error), expression=expression)
     return Built(spec.slug, status, perf_counter() - start, str(entry.path), expression=expression)
 
 
+def _build_pinned(spec: Spec, store: Store | None, pin: Pin) -> tuple[str, Entry]:
+    """The pinned entry. It is built, or copied from the shared cache, beside the cache, and kept if it is right."""
+    request = request_digest(request_parts(spec))
+    if request != pin.name.partition("-")[0]:
+        raise CacheError(
+            f"the lock has the entry {pin.name}, this Quire would make {request}-...: its sources are others. Install "
+            "the version of Quire that wrote the lock, or write it anew (quire warmup --lock)"
+        )
+    if (entry := lookup(spec, store=store)) is not None:
+        pin.require(entry.manifest, str(entry.path.parents[2]))
+        return "hit", entry
+    with tempfile.TemporaryDirectory(prefix="quire-") as directory:
+        status, entry = build(spec, store=Store(Path(directory, "store")))
+        pin.require(entry.manifest, "the shared cache" if status == "hit" else "this machine")
+        (kept,) = import_entries(io.BytesIO(pack(entry)), store or user_store())
+    return "built", kept
+
+
 def warm(
     specs: Sequence[Spec], *, jobs: int | None = None, store: Store | None = None, dry_run: bool = False,
-    done: Callable[[Built], None] = lambda _: None,
+    done: Callable[[Built], None] = lambda _: None, pins: Mapping[str, Pin] | None = None,
 ) -> list[Built]:  # fmt: skip
-    """Build `specs`, `jobs` at a time, and call `done` after each. The results are in the order of `specs`.
+    """Build `specs`, `jobs` at a time, and call `done` after each. The results are in the order of `specs`. With `pins`
+    (read_lock) a variant fails if what is found or built is another entry, which is then not kept.
 
     An exception (Ctrl-C, or raised by `done`) stops the compilers; variants that were built remain in the store.
     """
     results: dict[str, Built] = {}
     pool = ThreadPoolExecutor(max_workers=jobs or default_jobs())
     try:
-        futures = [pool.submit(_build, spec, store, dry_run) for spec in specs]
+        futures = [pool.submit(_build, spec, store, dry_run, pins[spec.slug] if pins else None) for spec in specs]
         for future in as_completed(futures):
             results[future.result().slug] = future.result()
             done(future.result())

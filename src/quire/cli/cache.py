@@ -16,13 +16,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire.cli import parser, presets, signatures
+from quire.cli import parser, presets, provenance
 from quire.cli.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.cli.catalogue import Estimate, estimate
 from quire.cli.parser import add_command, print_table, spell_bytes, spell_seconds, tell
 from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Spec, Store, config, explain_miss, host_target, lookup, request_parts
-from quire.jit.archive import export_entries, import_entries
+from quire.jit.archive import Pin, export_entries, import_entries, read_lock, write_lock
 from quire.jit.driver import present_targets
 from quire.jit.stores import kept_entries, outdated, prebuilt_stores, require_times_of_use, sweep, to_remove, user_store
 from quire.kernels import KERNELS
@@ -73,6 +73,12 @@ def _add_warmup(commands: Any) -> None:
     )
     warmup.add_argument("--store", type=Path, metavar="DIR", help="fill this directory instead of the user's cache")
     warmup.add_argument("--dry-run", action="store_true", help="list what would be compiled, compile nothing")
+    warmup.add_argument(
+        "--lock", type=Path, metavar="FILE", help="write the digests of these entries, such as quire.lock"
+    )
+    warmup.add_argument(
+        "--locked", type=Path, metavar="FILE", help="variants of a lock; entries with other digests fail"
+    )
 
 
 def _add_plan_for(commands: Any) -> None:
@@ -110,18 +116,31 @@ def _variant(text: str) -> Variant:
 
 
 def _warmup(options: argparse.Namespace) -> int:
-    start = perf_counter()
-    specs = list({spec.slug: spec for spec in _wanted(options)}.values())
+    start, pins = perf_counter(), None if options.locked is None else _read_lock(options)
+    specs = list({spec.slug: spec for spec in (_wanted(options) if pins is None else map(spec_of, pins))}.values())
     specs = for_hosts(specs, options.cpu) if options.cpu and specs else specs
     if not specs:
         raise ValidationError("warmup: no kernel takes any variant of this selection; see --backend, --arch, --dtype.")
     store = None if options.store is None else Store(options.store.expanduser().absolute())
     dry_run = options.dry_run or _is_complete(specs, store)
-    results = _build(specs, options, store, dry_run)
+    results = _build(specs, options, store, dry_run, pins)
+    if options.lock is not None:
+        write_lock(options.lock, {result.slug: result.path for result in results})
     seconds = perf_counter() - start
     show = partial(_print_results, results, seconds)
     tell(options, show, variants=[asdict(r) for r in results], seconds=round(seconds, 3))
     return int(any(result.status == "failed" for result in results))
+
+
+def _read_lock(options: argparse.Namespace) -> dict[str, Pin]:
+    names = ("slugs", "exact", "manifest", "preset", "arch", "cpu", "lock")
+    if _chosen(options) or any(getattr(options, name) for name in names):
+        raise ValidationError("--locked: the lock decides the variants; --store, --jobs and --dry-run go with it.")
+    pins = read_lock(options.locked)
+    for pin in pins.values():
+        if pin.expression:
+            Variant.parse(pin.expression)  # the slug names it
+    return pins
 
 
 def _is_complete(specs: list[Spec], store: Store | None) -> bool:
@@ -173,7 +192,9 @@ def _targets(arch: tuple[str, ...] | None, *, with_host: bool) -> tuple[str, ...
     return (*targets, host_target(matrix_unit=True)) if not arch and (not targets or with_host) else targets
 
 
-def _build(specs: list[Spec], options: argparse.Namespace, store: Store | None, dry_run: bool) -> list[Built]:
+def _build(
+    specs: list[Spec], options: argparse.Namespace, store: Store | None, dry_run: bool, pins: dict[str, Pin] | None
+) -> list[Built]:
     """Build, with a progress bar on a terminal; elsewhere the JIT logs its progress."""
     built: list[Built] = []
     with _progress_bar(len(specs), visible=not options.json and sys.stderr.isatty()) as advance:
@@ -183,7 +204,7 @@ def _build(specs: list[Spec], options: argparse.Namespace, store: Store | None, 
             advance()
 
         try:
-            return warm(specs, jobs=options.jobs, store=store, dry_run=dry_run, done=done)
+            return warm(specs, jobs=options.jobs, store=store, dry_run=dry_run, done=done, pins=pins)
         except KeyboardInterrupt:
             ready, root = sum(b.status in ("built", "hit") for b in built), (store or user_store()).root
             print(f"quire: {ready} of {len(specs)} variants are built and stay in {root}", file=sys.stderr)
@@ -269,7 +290,7 @@ def _add_cache(commands: Any) -> None:
     listed = add_command(actions, "list", _list, "list the entries")
     listed.add_argument("words", nargs="*", metavar="WORD", help="only variants whose name has each of these words")
     listed.add_argument("--sort", choices=_ORDERS, default="name", help="by name, largest first or newest first")
-    signatures.add_actions(actions)
+    provenance.add_actions(actions)
     why = add_command(actions, "why", _why, "say where a variant is, or why it is not in the cache")
     why.add_argument("slug", metavar="SLUG")
     gc = add_command(actions, "gc", _gc, "remove the least recently used entries")
@@ -421,7 +442,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    store = signatures.store_of(options)
-    entries = import_entries(options.file.expanduser().absolute(), store, keys=signatures.keys_of(options))
+    store = provenance.store_of(options)
+    entries = import_entries(options.file.expanduser().absolute(), store, keys=provenance.keys_of(options))
     slugs = [entry.slug for entry in entries]
     return tell(options, f"{len(slugs)} entries into {store.root}", entries=slugs, path=str(store.root))

@@ -25,7 +25,7 @@ from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec, within_limits
 from quire.engine.tensors import PagedCache
 from quire.errors import CacheMissError, PlanError, UnsupportedError
-from quire.jit import cache_miss
+from quire.jit import cache_miss, has_recorded
 from quire.kernels import PIN, Decision
 from quire.kernels.features import KVLayout, PosEncodingMode
 
@@ -72,6 +72,8 @@ class Attention(PlannedRun):
             self._plan = self._make_plan(workspace)
         except CacheMissError:
             raise cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
+        if has_recorded():
+            spec.record(self.decision, layout, self._device)
         if note:
             self._plan.note = f"{note}; {self._plan.note}" if self._plan.note else note
         if graph is not None and not graph.awaits_forward and requested.logits != options.logits:

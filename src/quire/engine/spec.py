@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.engine.checks import check_positive, check_shape, check_tensor, host_indices, last_entry, to_int32
 from quire.engine.device import target_of
-from quire.engine.graph import GraphState
+from quire.engine.graph import GraphState, is_capturing
 from quire.engine.operands import describe, refuse_beside
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.schedule import Indices, Lengths
 from quire.errors import UnsupportedError, ValidationError
-from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
+from quire.jit import config, is_obtainable, is_recording, record_batch, record_use, without_matrix_unit
 from quire.kernels import PIN, AttentionProblem, Decision, decide, same_rows, variants_for_all_lengths
-from quire.kernels.features import MaskMode, PosEncodingMode, planned_features
+from quire.kernels.features import KVLayout, MaskMode, PosEncodingMode, planned_features
 from quire.kernels.hopper import FA3_FP8
 
 _READS_8_BITS = PIN + FA3_FP8.backend
@@ -147,11 +147,73 @@ class AttentionSpec(NamedTuple):
         uniform = self.indices.qo_indptr is None
         return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 
+    def record(self, decision: Decision, layout: KVLayout, device: torch.device) -> None:
+        """Append this batch to the record, if it is the first of its size for the variant (see `quire bench`)."""
+        indices = self.indices
+        if isinstance(indices, Lengths) and is_capturing(device):
+            return
+        tokens = 0 if isinstance(indices, Lengths) else last_entry(indices.kv_indptr) * max(1, indices.page_size)
+        size = ".".join(str(number.bit_length()) for number in (indices.batch_size, self.nnz_qo, tokens))
+        record_batch(decision.spec, size, lambda: self._described(layout))
+
+    def _described(self, layout: KVLayout) -> dict[str, Any]:
+        """The batch as `quire bench` reads it: plain numbers and words, lengths in groups of equal ones."""
+        options, logits = self.options, self.options.logits
+        types = {"q": options.types.given or options.types.q, "kv": options.types.kv, "o": options.types.o}
+        return {
+            "requests": None if self._is_particular() else _grouped(self.indices),
+            "uniform": self.indices.qo_indptr is None, "mask": self.mask.name.lower(), "layout": layout.name,
+            "num_qo_heads": options.num_qo_heads, "num_kv_heads": options.num_kv_heads,
+            "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "page_size": options.page_size,
+            "is_mla": options.is_mla, **{f"{name}_data_type": kind.torch_name for name, kind in types.items()},
+            "sm_scale": logits.sm_scale, "window_left": logits.window_left, "logits_soft_cap": logits.logits_soft_cap,
+            "pos_encoding_mode": logits.pos_encoding.name, "fixed_split_size": options.fixed_split_size,
+        }  # fmt: skip
+
+    def _is_particular(self) -> bool:
+        """Whether a batch with random tensors and these lengths would be another problem: one with a mask made of bits,
+        a variant, a tree of shared keys, or scales within a row.
+        """
+        options, plain = self.options, (MaskMode.NONE, MaskMode.CAUSAL)
+        return options.variant is not None or options.cascade or options.tile_scales or self.mask not in plain
+
     def with_8_bit_queries(self, backend: str) -> AttentionSpec:
         """The same with queries that are not upcast, if `backend` names the kernel that reads them as they are."""
         if str(backend) != _READS_8_BITS or self.options.types.given is None:
             return self
         return self._replace(options=self.options._replace(types=self.options.types.without_upcast))
+
+
+_MOST_GROUPS = 64  #: of lengths in a recorded batch
+
+
+def _grouped(indices: Indices | Lengths) -> list[list[int]]:
+    """[requests, qo_len, kv_len] of each group of requests with equal lengths, the longest first.
+
+    Of more than 64 groups every n-th stands for its neighbours.
+    """
+    qo = torch.full((indices.batch_size,), indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff()
+    pairs = sorted(zip(_kv_lens(indices).tolist(), qo.tolist(), strict=True), reverse=True)
+    groups = [[len(list(equal)), qo_len, kv_len] for (kv_len, qo_len), equal in groupby(pairs)]
+    step = max(1, -(-len(groups) // _MOST_GROUPS))
+    parts = [groups[i : i + step] for i in range(0, len(groups), step)]
+    return [[sum(count for count, _, _ in part), *part[len(part) // 2][1:]] for part in parts]
+
+
+def _kv_lens(indices: Indices | Lengths) -> torch.Tensor:
+    """Tokens of each request, on the host: where only a device knows them, this waits for it."""
+    if isinstance(indices, Lengths):
+        if indices.kv_lens is not None:
+            return indices.kv_lens
+        table = indices.page_table
+        if indices.kv_indptr is not None:
+            return indices.kv_indptr.diff()
+        assert table is not None
+        return torch.full((indices.batch_size,), table.shape[1] * indices.page_size)
+    counts = indices.kv_indptr.diff()
+    if indices.kv_last_page_len is None:
+        return counts
+    return torch.where(counts > 0, (counts - 1) * indices.page_size + indices.kv_last_page_len, 0)
 
 
 @lru_cache(maxsize=4096)

@@ -40,10 +40,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
 from quire.jit import config, events, unit
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CudaModule", "Entry", "HostModule", "Launch", "Manifest", "Module", "Spec", "Store", "Struct", "build",
-    "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module", "host_target", "is_obtainable",
-    "is_recording", "load", "lookup", "prebuilt_stores", "record", "record_use", "render_unit", "request_parts", "seal",
+    "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module", "has_recorded", "host_target", "is_obtainable",
+    "is_recording", "load", "lookup", "prebuilt_stores", "record", "record_batch", "record_use", "render_unit", "request_parts", "seal",
     "sealed", "stop_compilers", "supported_cuda_targets", "user_store", "without_matrix_unit",
 ]  # fmt: skip
 
@@ -380,20 +380,34 @@ def is_recording() -> bool:
     return (_record_to or config.record_path()) is not None
 
 
+def has_recorded() -> bool:
+    """Whether this process has recorded anything: what a plan asks, which has no time for more."""
+    return bool(_recorded)
+
+
 def record_use(spec: Spec) -> None:
     """Append a variant to the manifest, if recording: one that is used, or that a call of the same kind may use."""
+    texts = {name: value for name, value in spec.fields if name == "expression"}  # the slug has only its digest
+    _record(spec.slug, lambda: {"slug": spec.slug, "target": spec.target, "warmup": spec.warmup, **texts})
+
+
+def record_batch(spec: Spec, size: str, describe: Callable[[], Mapping[str, Any]]) -> None:
+    """Append a batch of a variant to the manifest, if recording: the first of each `size`."""
+    _record(f"{spec.slug} {size}", lambda: {"slug": spec.slug, "target": spec.target, "batch": describe()})
+
+
+def _record(key: str, describe: Callable[[], Mapping[str, Any]]) -> None:
     path = _record_to or config.record_path()
     if path is None:
         return
     with _guard:
-        if (path, spec.slug) in _recorded:
+        if (path, key) in _recorded:
             return
-        _recorded.add((path, spec.slug))
-    texts = {name: value for name, value in spec.fields if name == "expression"}  # the slug has only its digest
-    line = json.dumps({"slug": spec.slug, "target": spec.target, "warmup": spec.warmup, **texts})
+        _recorded.add((path, key))
+    line = json.dumps(describe()) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")  # one short write, so that lines of several processes do not mix
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())  # one write, so that lines of several processes do not mix
     except OSError as error:
         raise ValidationError(f"the record {path} cannot be written: {error}") from error

@@ -1,4 +1,4 @@
-"""Tar archives of entries, to carry compiled variants from one machine to another.
+"""Tar archives of entries, to carry compiled variants from one machine to another, and lock files, which name them.
 
 Archives are reproducible: the same entries give the same bytes. Reading an archive trusts nothing: only plain files of
 known names and sizes are unpacked, into a private directory, and each entry must pass every check of the store before
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import re
 import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from quire.errors import CacheError
-from quire.jit.manifest import Manifest, Request
+from quire.errors import CacheError, ValidationError
+from quire.jit.manifest import Manifest, Request, entry_name
 from quire.jit.signing import TrustedKeys
 from quire.jit.store import Entry, Store
 
@@ -221,3 +223,70 @@ def _members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
             raise CacheError(f"the archive {path} is refused: bytes behind {member.name[:200]!r} are not zero")
     if any(rest := stream.read(tarfile.RECORDSIZE + 1)) or len(rest) > tarfile.RECORDSIZE:
         raise CacheError(f"the archive {path} is refused: something follows its end")
+
+
+# --- lock files ------------------------------------------------------------------------------------------------------
+
+_LOCK = 1  #: the format of lock files
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An entry of a lock file."""
+
+    slug: str
+    name: str  #: of the entry: the digests of its request and its toolchain
+    sha256: str  #: of its artifact
+    compiler: str
+    expression: str | None = None  #: of a custom variant, which the slug names by its digest
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Pin:
+        """The pin of an entry."""
+        toolchain = manifest.toolchain
+        compiler = f"{toolchain.get('toolchain', '?')} {toolchain.get('version', '?').splitlines()[-1]}"
+        name = entry_name(manifest.request, toolchain)
+        return cls(manifest.slug, name, manifest.sha256, compiler, manifest.fields.get("expression"))
+
+    def require(self, manifest: Manifest, place: str) -> None:
+        """CacheError unless an entry is the pinned one."""
+        found = Pin.of(manifest)
+        if found.name != self.name:
+            raise CacheError(
+                f"the lock has the entry {self.name} by {self.compiler}, {place} has {found.name} by {found.compiler}; "
+                "use that compiler or a cache that has the entry, or write the lock anew (quire warmup --lock)"
+            )
+        if found.sha256 != self.sha256:
+            raise CacheError(
+                f"the artifact of {self.name} has the sha256 {found.sha256} in {place}, {self.sha256} in the lock; if "
+                "you know why, write the lock anew (quire warmup --lock)"
+            )
+
+
+def write_lock(path: Path, places: Mapping[str, str | None]) -> None:
+    """Write the lock file of entries: for each slug the path of its entry. CacheError if one has none."""
+    if missing := [slug for slug, place in places.items() if place is None]:
+        raise CacheError(f"--lock: {path} is not written: there is no entry of {', '.join(missing)}.")
+    entries = sorted(Path(place) for place in places.values() if place)
+    pins = [Pin.of(Store(entry.parents[2], trusted_group=True).verify(entry).manifest) for entry in entries]
+    pins.sort(key=lambda pin: pin.slug)
+    text = json.dumps({"lock": _LOCK, "entries": [asdict(pin) for pin in pins]}, indent=1, sort_keys=True)
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValidationError(f"--lock: {path} cannot be written: {error}.") from error
+
+
+def read_lock(path: Path) -> dict[str, Pin]:
+    """The pins of a lock file, by slug."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        pins = {pin["slug"]: Pin(**pin) for pin in found["entries"]}
+        texts = [text for pin in pins.values() for text in (pin.slug, pin.name, pin.sha256, pin.compiler)]
+        if found["lock"] != _LOCK or not texts or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"it has format {found['lock']!r} and {len(pins)} entries")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValidationError(
+            f"--locked: expected a file of `quire warmup --lock` (format {_LOCK}), got {path}: {error}."
+        ) from error
+    return pins

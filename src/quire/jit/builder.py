@@ -109,7 +109,7 @@ def compile_entry(request: Request, toolchain: Toolchain, parts: Mapping[str, st
     The caller holds the entry's lock, or has waited for it too long.
     """
     spec = request.spec
-    events.emit(events.Event("begin", spec.slug, spec.target, cause=cause, path=str(store.root)))
+    events.begin(events.Event("begin", spec.slug, spec.target, cause=cause, path=str(store.root)))
     events.info(f"compiling {spec.slug} for {spec.target} into {store.root} ({cause})")
     start = time.monotonic()
     try:

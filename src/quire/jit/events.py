@@ -59,6 +59,7 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Event], bool]]] = {
 
 _counted: dict[tuple[str, str], float] = {}  #: (counter, kernel) -> its value
 _subscribers: list[Callback] = []
+_guards: list[Callback] = []
 _guard = threading.Lock()
 
 
@@ -73,6 +74,28 @@ def subscribe(callback: Callback) -> Callable[[], None]:
                 _subscribers.remove(callback)
 
     return unsubscribe
+
+
+def guard_compiles(guard: Callback) -> Callable[[], None]:
+    """Call `guard` with the event `begin` before each compile from now on; an exception that it raises ends the user's
+    call, and nothing is compiled. Returns the function that takes the guard away.
+    """
+    with _guard:
+        _guards.append(guard)
+
+    def remove() -> None:
+        with _guard:
+            if guard in _guards:
+                _guards.remove(guard)
+
+    return remove
+
+
+def begin(event: Event) -> None:
+    """Ask the guards of compiles, then emit `event`."""
+    for guard in tuple(_guards):
+        guard(event)
+    emit(event)
 
 
 def emit(event: Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from functools import cache, wraps
 from typing import Any
@@ -15,6 +16,7 @@ from quire.engine.options import foreign
 from quire.engine.replay import Replay
 from quire.engine.run import Result
 from quire.errors import UnsupportedError
+from quire.jit import events
 
 
 class PosEncodingMode(Enum):
@@ -117,18 +119,40 @@ _served: Counter[tuple[str, str]] = Counter()
 _refused: Counter[str] = Counter()
 
 
+_unwatch: Callable[[], None] = lambda: None  # noqa: E731
+
+
 def start() -> None:
-    """Count from now on, from nothing."""
+    """Count from now on, from nothing, and report compiles to vLLM's monitor."""
+    global _unwatch
     _served.clear()
     _refused.clear()
+    _unwatch()
+    _unwatch = events.guard_compiles(_report_compile)
     Attention.run = _counted  # type: ignore[method-assign, assignment]
     Replay.__call__ = _counted_again  # type: ignore[method-assign]
 
 
 def stop() -> None:
-    """Count no more."""
+    """Count and report no more."""
+    _unwatch()
     Attention.run = _run  # type: ignore[method-assign]
     Replay.__call__ = _replay  # type: ignore[method-assign]
+
+
+def _report_compile(event: events.Event) -> None:
+    """Report a compile to vLLM's monitor of compiles, if the engine has turned it on after its warm-up.
+
+    --jit-monitor-mode=warn logs a line; with =error it raises RuntimeError, before anything is compiled.
+    """
+    monitor = sys.modules.get("vllm.utils.jit_monitor")
+    if monitor is None or not monitor.is_active():
+        return
+    handle = getattr(monitor, "_handle_jit_event", None)
+    if handle is None:  # another version of vLLM
+        events.warn_once(f"{event.slug} is compiled after the engine's warm-up, which takes a second: quire warmup")
+    else:
+        handle(backend="Quire", event="kernel JIT compilation", fn_name=event.slug, detail=event.cause)
 
 
 def refused(path: str) -> None:
