@@ -63,9 +63,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CudaModule", "Entry", "HostModule", "Launch", "Manifest", "Module", "Spec", "Store", "Struct", "build",
-    "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module", "has_recorded", "host_target", "is_obtainable",
-    "is_recording", "load", "lookup", "prebuilt_stores", "record", "record_batch", "record_use", "render_unit", "request_parts", "seal",
-    "sealed", "stop_compilers", "supported_cuda_targets", "user_store", "without_matrix_unit",
+    "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module", "has_recorded",
+    "host_target", "is_obtainable", "is_recording", "load", "lookup", "prebuilt_stores", "record", "record_batch",
+    "record_use", "render_unit", "request_parts", "seal", "sealed", "stop_compilers", "supported_cuda_targets",
+    "user_store", "without_matrix_unit",
 ]  # fmt: skip
 
 Status = Literal["hit", "built"]
