@@ -320,6 +320,19 @@ def latent_attention(
 # Comparing
 
 
+def indexer_scores(
+    q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, begins: Sequence[int], ends: Sequence[int]
+) -> Tensor:
+    """The sum over heads of relu(q . k) * weight, times the key's scale, float64 [rows, keys]; -inf where row i does
+    not see a key: outside of begins[i] .. ends[i] - 1.
+    """
+    products = torch.einsum("rhd,kd->rhk", q.double(), keys.double()).relu()
+    scores = (products * weights.double()[..., None]).sum(1) * scales.double()
+    place = torch.arange(keys.shape[0])
+    seen = (place >= torch.tensor(begins)[:, None]) & (place < torch.tensor(ends)[:, None])
+    return scores.masked_fill(~seen, -math.inf)
+
+
 def torch_error(q: Tensor, k: Tensor, v: Tensor, qo_indptr: Indptr, kv_indptr: Indptr, **kwargs: object) -> Tensor:
     """Torch's own answer in q's dtype, each operation rounded to it: its distance from the truth is the yardstick."""
     return attention(q, k, v, qo_indptr, kv_indptr, dtype=q.dtype, **kwargs).o.double()  # type: ignore[arg-type]

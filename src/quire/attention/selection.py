@@ -34,6 +34,7 @@ from quire.engine.checks import (
 from quire.engine.device import UserWorkspace, target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operands import RemappedOperands, int32_table, split_operands, variant_of
+from quire.engine.operators import operator
 from quire.engine.run import Result
 from quire.engine.schedule import check_count, check_range
 from quire.engine.tensors import PagedCache, cache_tensors, cache_view, page_size_of
@@ -44,8 +45,8 @@ from quire.kernels.expressions.trace import Tracer, Value
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout, dtype_of
-from quire.kernels.operation import OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import PageScoresParams
+from quire.kernels.operation import OPERATIONS, PARALLEL_THREADS, TOP_TOKENS_SMEM, OperationKey
+from quire.kernels.params import FastDivisor, PageScoresParams, TopTokensParams
 
 __all__ = ["SelectedPages", "batch_decode_with_selected_pages", "page_key_bounds", "select_pages", "select_tokens"]
 
@@ -330,7 +331,6 @@ def _rows_of(tensor: torch.Tensor | None, name: str, q: torch.Tensor, num_kv_hea
 
 _SCORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of scores
 _MOST = 1 << 16  #: tokens of a row that has fewer: the rest of the result is -1
-_NOTHING = -(2**63)  #: less than what any score sorts as
 
 
 def select_tokens(
@@ -356,34 +356,46 @@ def select_tokens(
     (rows, num_tokens), most = scores.shape, check_positive(top_k, "top_k")
     if most > max(num_tokens, _MOST):
         raise ValidationError(f"top_k: expected at most {max(num_tokens, _MOST)}, got {top_k}.")
-    size = check_positive(page_size, "page_size")
-    keys = _sort_keys(scores)
-    if lens is not None:
-        ends = _checked(lens, "lens", {"rows": rows}, scores.device)[:, None]
-        keys = keys.where(torch.arange(num_tokens, device=scores.device) < ends, _NOTHING)
-    best = torch.topk(keys, min(most, num_tokens), dim=1, sorted=False)
-    tokens = best.indices.where(best.values != _NOTHING, num_tokens).sort(dim=1).values
-    is_one = tokens < num_tokens
+    size, device = check_positive(page_size, "page_size"), scores.device
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    ends = None if lens is None else _checked(lens, "lens", {"rows": rows}, device).contiguous()
+    pages = None
     if block_tables is not None:
-        pages = _checked(block_tables, "block_tables", {"rows": rows, "pages": None}, scores.device)
+        pages = _checked(block_tables, "block_tables", {"rows": rows, "pages": None}, device)
         if pages.shape[1] * size < num_tokens:
             raise ValidationError(
                 f"block_tables: expected pages of {size} tokens for {num_tokens} scores, got {list(pages.shape)}."
             )
-        numbers = pages.long().gather(1, tokens.clamp(max=max(0, num_tokens - 1)) // size)
-        tokens = numbers * size + tokens % size
-        if tokens.is_cpu:
-            check_range(tokens[is_one], "block_tables", -(2**31), 2**31 - 1, "tokens whose numbers fit 32 bits")
-        is_one &= tokens < 2**31
-    found = tokens.where(is_one, -1).to(torch.int32)
-    return torch.nn.functional.pad(found, (0, most - found.shape[1]), value=-1)
+        pages = pages if pages.stride(1) == 1 else pages.contiguous()
+    found = torch.empty(rows, most, dtype=torch.int32, device=device)
+    _choose(scores, ends, pages, found, size)
+    if pages is not None and found.device.type == "cpu":
+        counts = torch.full((rows,), num_tokens) if ends is None else ends.clamp(0, num_tokens)
+        if not torch.equal((found >= 0).sum(1), counts.clamp(max=most).long()):
+            raise ValidationError("block_tables: expected tokens whose numbers fit 32 bits, got larger page numbers.")
+    return found
 
 
-def _sort_keys(scores: torch.Tensor) -> torch.Tensor:
-    """What ascends with the scores, and of equal ones descends with their numbers: int64, each another number."""
-    bits = (scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32).long()  # no -0.0
-    ascending = bits.where(bits >= 0, bits ^ 0x7FFFFFFF)
-    return (ascending << 32) - torch.arange(scores.shape[1], device=scores.device)
+@operator("top_tokens", writes="found")
+def _choose(
+    scores: torch.Tensor, lens: torch.Tensor | None, pages: torch.Tensor | None, found: torch.Tensor, page_size: int
+) -> None:
+    """Write the chosen tokens of each row."""
+    (rows, num_tokens), (_, top_k) = scores.shape, found.shape
+    check_count(num_tokens, "scores", "tokens")
+    if not rows:
+        return
+    params = TopTokensParams(
+        scores=scores.data_ptr(), lens=None if lens is None else lens.data_ptr(),
+        pages=None if pages is None else pages.data_ptr(), tokens=found.data_ptr(), scores_stride=scores.stride(0),
+        pages_stride=0 if pages is None else pages.stride(0), page=FastDivisor.of(page_size), num_rows=rows,
+        num_tokens=num_tokens, top_k=top_k,
+    )  # fmt: skip
+    key = OperationKey("top_tokens", target_of(scores.device), dtype_of(scores.dtype, "scores").slug)
+    launch(
+        get_module(key.spec()), ctypes.addressof(params), scores.device, grid=rows, block=PARALLEL_THREADS,
+        smem=TOP_TOKENS_SMEM,
+    )  # fmt: skip
 
 
 def _checked(value: Any, name: str, shape: dict[str, int | None], device: torch.device) -> torch.Tensor:

@@ -17,12 +17,15 @@ from quire.kernels.params import (
     AppendParams,
     BlockMaskParams,
     ExpressionBlocksParams,
+    GatherLatentsParams,
     MergeParams,
+    MqaLogitsParams,
     PackbitsParams,
     PageScoresParams,
     RopeParams,
     ScheduleLengthsParams,
     ScheduleParams,
+    TopTokensParams,
     WidenParams,
     struct_of,
 )
@@ -35,6 +38,8 @@ CTAS_PER_ROW_TILE = 4
 HEADS_OF_THREAD, TURNS_OF_TOKENS = 4, 8
 #: kLatentThreads and kHeads of kernels/append_latents.h: threads per latent, and heads per other thread.
 LATENT_THREADS, LATENT_HEADS = 64, 2
+#: kSmemBytes of kernels/mqa_logits.h and kernels/top_tokens.h: shared memory of a CTA.
+MQA_LOGITS_SMEM, TOP_TOKENS_SMEM = 33792, 32848
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ def _header(name: str) -> str:
 _ONE = {"": (1,)}
 _STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
 _HEADS = {"fp32": (1, 4), "fp16": (1, 8), "bf16": (1, 8)}
+_ROWS = {"fp32": (4,), "fp16": (8,), "bf16": (8,)}
 _ROPE = (("kHeads", HEADS_OF_THREAD), ("kTurns", TURNS_OF_TOKENS))
 _BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
@@ -87,6 +93,15 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             "append_latents", _header("append_latents.h"), "AppendLatents", AppendLatentsParams, _HEADS,
             asserts=(("kHeads", LATENT_HEADS), ("kLatentThreads", LATENT_THREADS)),
+        ),
+        Operation("gather_latents", _header("gather_latents.h"), "GatherLatents", GatherLatentsParams, _ROWS),
+        Operation(
+            "mqa_logits", _header("mqa_logits.h"), "MqaLogits", MqaLogitsParams, {"": (4, 8)},
+            asserts=(("kSmemBytes", MQA_LOGITS_SMEM),),
+        ),
+        Operation(
+            "top_tokens", _header("top_tokens.h"), "TopTokens", TopTokensParams, dict.fromkeys(_STATES, (1,)),
+            asserts=(("kSmemBytes", TOP_TOKENS_SMEM),),
         ),
         Operation("page_scores", _header("page_scores.h"), "PageScores", PageScoresParams, _HEADS),
         Operation("rope_pages", _header("rope.h"), "RotatePages", RopeParams, _HEADS, asserts=_ROPE),

@@ -392,6 +392,54 @@ class PageScoresParams(ctypes.Structure):
     )
 
 
+class LatentCache(ctypes.Structure):
+    """A cache of latents, and what is chosen of it; see kernels/gather_latents.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pages", "indices", "lens")),
+        *((name, c_int64) for name in ("indices_stride", "page_bytes", "row_bytes", "scales_at", "scale_bytes")),
+        ("page", FastDivisor),
+        *((name, c_int32) for name in ("top_k", "num_tokens", "rows_of_len")),
+        *((name, c_int32) for name in ("latent_dims", "rest_at", "scale_dims", "kind")),
+    )
+
+
+class GatherLatentsParams(ctypes.Structure):
+    """Gathering chosen latents; kernels/gather_latents.h has the shapes."""
+
+    _fields_ = (
+        ("caches", LatentCache * 2),
+        *((name, c_void_p) for name in ("out", "table")),
+        ("token_stride", c_int64),
+        *((name, c_int32) for name in ("num_rows", "top_k", "dims", "_to_8")),
+    )
+
+
+class MqaLogitsParams(ctypes.Structure):
+    """Scores of an indexer; kernels/mqa_logits.h has the shapes."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "keys", "scales", "weights", "pages", "begins", "ends", "logits")),
+        *((name, c_int64) for name in ("q_row_bytes", "q_head_bytes", "key_page_bytes", "scale_page_bytes")),
+        *((name, c_int64) for name in ("weights_stride", "pages_stride", "logits_stride")),
+        *((name, FastDivisor) for name in ("page", "request", "parts")),
+        *((name, c_int32) for name in ("num_rows", "num_heads", "head_dim", "num_pages", "width", "num_keys")),
+        *((name, c_int32) for name in ("part_columns", "lengths_are_shared", "is_shifted", "is_clean")),
+        ("_to_8", c_int32),
+    )
+
+
+class TopTokensParams(ctypes.Structure):
+    """Choosing tokens by scores; kernels/top_tokens.h has the shapes."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("scores", "lens", "pages", "tokens")),
+        *((name, c_int64) for name in ("scores_stride", "pages_stride")),
+        ("page", FastDivisor),
+        *((name, c_int32) for name in ("num_rows", "num_tokens", "top_k")),
+    )
+
+
 class PackbitsParams(ctypes.Structure):
     """Packing booleans into bits; kernels/packbits.h has the shapes."""
 

@@ -1,5 +1,4 @@
-// Conversions between float and the 16-bit types, and from float to 8 bits, on host and device. All of them round to
-// nearest even.
+// Conversions between float and the types of 16 and 8 bits, on host and device. All of them round to nearest even.
 #pragma once
 #include "quire/core/types.h"
 
@@ -21,6 +20,14 @@ QUIRE_HD float to_float(fp16_t x) {
 #else
   return static_cast<float>(__builtin_bit_cast(half_t, x));
 #endif
+}
+
+// 8-bit numbers: see core/types.h.
+template <class T, int = T::kShift>
+QUIRE_HD float to_float(T x) {
+  const uint32_t sign = (x.bits & 0x80u) << 8, magnitude = (x.bits & 0x7fu) << T::kShift;
+  const float number = to_float(fp16_t{static_cast<uint16_t>(sign | magnitude)}) * T::kScale;
+  return T::kNanMask != 0 && (x.bits & T::kNanMask) == T::kNan ? __builtin_nanf("") : number;
 }
 
 template <class T>

@@ -90,13 +90,10 @@ struct WidenPages {
 #endif
   }
 
-  // On the host, by what core/types.h says of 8-bit numbers.
+  // On the host.
   template <class From>
   QUIRE_HD static uint32_t widen_one(uint32_t x) {
-    const uint32_t sign = (x & 0x80) << 8, magnitude = (x & 0x7f) << From::kShift;
-    const float number = to_float(fp16_t{static_cast<uint16_t>(sign | magnitude)}) * From::kScale;
-    const bool is_nan = (x & From::kNanMask) == From::kNan;
-    return from_float<T>(is_nan ? __builtin_nanf("") : number).bits;
+    return from_float<T>(to_float(From{static_cast<uint8_t>(x)})).bits;
   }
 };
 
