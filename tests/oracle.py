@@ -320,6 +320,22 @@ def latent_attention(
 # Comparing
 
 
+def latent_rows(rows: Tensor, name: str) -> Tensor:
+    """What FlashMLA's rows uint8 [tokens, bytes] say, float64 [tokens, dims]; products are rounded once, to bfloat16.
+
+    V32: 512 e4m3, 4 float32 scales of 128 dims each, and 64 or no bfloat16. V4: 448 e4m3, 64 bfloat16, and 8 bytes that
+    a page has behind its rows: the exponents of the scales of 64 dims each, plus 127, and one of no use.
+    """
+    if name == "V32":
+        numbers, scales, rest = rows[:, :512], rows[:, 512:528].contiguous().view(torch.float32), rows[:, 528:]
+    else:
+        numbers, rest = rows[:, :448], rows[:, 448:576]
+        scales = torch.exp2(rows[:, 576:583].double() - 127)
+    tiles = numbers.contiguous().view(torch.float8_e4m3fn).double().unflatten(1, (scales.shape[1], -1))
+    latent = (tiles * scales.double()[..., None]).flatten(1).float().bfloat16()
+    return torch.cat((latent, rest.contiguous().view(torch.bfloat16)), dim=1).double()
+
+
 def indexer_scores(
     q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, begins: Sequence[int], ends: Sequence[int]
 ) -> Tensor:

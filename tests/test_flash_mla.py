@@ -22,8 +22,20 @@ from test_mla import SCALE, joined, sparse
 
 
 def check(p: Latents, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Rows of out and of an lse in natural logarithms."""
-    p.check(out, None if lse is None else lse / math.log(2))
+    """Rows of out and of an lse in natural logarithms, which is +inf for a query without tokens."""
+    if lse is not None:
+        assert not bool(lse.isneginf().any())
+        lse = lse.masked_fill(lse.isposinf(), -math.inf) / math.log(2)
+    p.check(out, lse)
+
+
+def check_most(p: Latents, most: torch.Tensor, unit: float = 1.0) -> None:
+    """The largest logits of rows, one query a request, times `unit`."""
+    at = oracle.indptr_of(p.kv_lens)
+    for row, q in enumerate(p.query.cpu().double()):
+        logits = q @ p.keys[at[row] : at[row + 1]].cpu().double().T * SCALE
+        want = logits.amax(1) * unit if logits.shape[1] else torch.full((q.shape[0],), -math.inf).double()
+        torch.testing.assert_close(most[row].cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
@@ -158,9 +170,10 @@ def test_sparse_prefill(device, dtype):
     p = Latents((1,) * 6, (64, 10, 0, 1, 33, 0), 64, dtype, device)
     cache, indices, lens = sparse(p, 64, 512, 1)
     target = torch.empty(6, 64, 512, dtype=dtype, device=device)
-    out, nothing, lse = flash_mla_sparse_fwd(p.query, cache, indices.unsqueeze(1), SCALE, topk_length=lens, out=target)
-    assert out is target and nothing is None
+    out, most, lse = flash_mla_sparse_fwd(p.query, cache, indices.unsqueeze(1), SCALE, topk_length=lens, out=target)
+    assert out is target
     check(p, out, lse)
+    check_most(p, most)
 
 
 def test_sinks(device, dtype):
@@ -178,7 +191,8 @@ def test_sinks(device, dtype):
         flash_mla_sparse_fwd(p.query, cache.view(-1, 1, 576), sm_scale=SCALE, attn_sink=sink.to(device), **call)[::2],
     ):
         check(p, out.view(6, 16, 512))
-        oracle.assert_lse_close(lse.view(6, 16) / math.log(2), own)
+        lse = lse.view(6, 16)
+        oracle.assert_lse_close(lse.masked_fill(lse.isposinf(), -math.inf) / math.log(2), own)
     pages = p.paged(64)
     where = pages.table(device), ints(p.kv_lens, device), 512
     dense = p.query.unsqueeze(1), joined(pages).unsqueeze(2), *where
@@ -208,7 +222,11 @@ def test_wrong_arguments():
         ({"is_fp8_kvcache": True}, "is_fp8_kvcache: expected False"),
         ({"block_table": None}, "block_table"),
         ({"cache_seqlens": ints([1, 65], "cpu")}, "seq_lens: expected 0..64"),
-        ({"q": q[..., :512]}, "q: expected"),
+        ({"q": q[..., :512]}, "k_cache: expected rows of 512 numbers"),
+        ({"q": q[..., :256]}, "q: expected a head_dim of 576 or 512"),
+        ({"kv_format": "V32"}, "kv_format: expected plain numbers"),
+        ({"descale_q": torch.ones(1)}, "descale_q, descale_k: expected both"),
+        ({"extra_indices_in_kvcache": ints([[[0]]], "cpu")}, "extra_indices_in_kvcache"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             flash_mla_with_kvcache(**{**call, "head_dim_v": 512, **changes})
@@ -220,8 +238,13 @@ def test_wrong_arguments():
         flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 0.0)
     with pytest.raises(quire.ValidationError, match="sm_scale: expected a number, got None"):
         flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), None)
-    with pytest.raises(quire.ValidationError, match="indexer_topk"):
-        flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 1.0, indexer_topk=512)
+    for kv_format in ("V41_NEW", 5):
+        with pytest.raises(quire.UnsupportedError, match="kv_format: expected None or one of V32"):
+            flash_mla_with_kvcache(**call, head_dim_v=512, kv_format=kv_format)
+    with pytest.raises(quire.ValidationError, match="topk_length: expected None beside indexer_topk"):
+        flash_mla_sparse_fwd(
+            q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 1.0, topk_length=ints([1, 1], "cpu"), indexer_topk=1
+        )
 
 
 def test_examples():

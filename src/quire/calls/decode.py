@@ -59,6 +59,8 @@ class TableCall(NamedTuple):
     ckv_scales: torch.Tensor | None = None  #: of latents, one for each 128 dims
     variant: Variant | None = None
     operands: Mapping[str, Any] = NO_OPERANDS
+    is_selected: bool = False  #: latents: block_tables are tokens, page number * page_size + index in the page
+    max_logits: bool = False  #: latents: lse is [rows, num_qo_heads, 2], of which the second is the maximum of logits
     name: str = ""  #: of the public function that has `variant` and `operands`, for errors
 
     @classmethod
@@ -93,7 +95,7 @@ class TableCall(NamedTuple):
             padded = PaddedQueries.of(self.q_cu_seq_lens, rows, batch_size, (q_len, most), self.workspace.device)
         variant, operands = self._remapped_variant(padded)
         options = self._plan_options(q_len, output, variant)
-        lse = _new_lse(self.query) if self.return_lse and self.lse is None else self.lse
+        lse = self._new_lse() if self.return_lse and self.lse is None else self.lse
         if self.query.shape[0]:
             tree_mask = None if self.mask is None else self._tree_mask(batch_size, q_len, most, padded)
             spec = AttentionSpec(indices, options, tree_mask=tree_mask)
@@ -108,7 +110,16 @@ class TableCall(NamedTuple):
             return self.block_tables
         tables = BlockTables.of(self.block_tables, self.seq_lens, self.workspace.device)
         check_tensor(self.query, "query")
-        return tables.indices(q_len, self.cache.page_size, most)
+        return tables.indices(q_len, self._page_size, most)
+
+    @property
+    def _page_size(self) -> int:
+        """Tokens of what block_tables name."""
+        return 1 if self.is_selected else self.cache.page_size
+
+    def _new_lse(self) -> torch.Tensor:
+        shape = (*self.query.shape[:2], 2) if self.max_logits else self.query.shape[:2]
+        return torch.empty(shape, dtype=torch.float32, device=self.query.device)
 
     def _check_query(self, batch_size: int, q_len: int) -> None:
         rows: dict[str, int | None] = {"batch_size * q_len_per_req": batch_size * q_len}
@@ -134,8 +145,8 @@ class TableCall(NamedTuple):
             *heads(self.query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
             Types.of(self.query.dtype, cache.tensors[-1].dtype, output.result.dtype),
             logits_options(head_dim_qk, self.logits_scale.number, self.window_left, None, *self.pos_encoding),
-            q_len > 1, cache.page_size, is_mla=self.q_nope is not None, tile_scales=self.ckv_scales is not None,
-            variant=variant,
+            q_len > 1, self._page_size, is_mla=self.q_nope is not None, tile_scales=self.ckv_scales is not None,
+            variant=variant, cache_page=cache.page_size if self.is_selected else 1, max_logits=self.max_logits,
         )  # fmt: skip
 
     def _attend_rows(
@@ -174,10 +185,6 @@ class TableCall(NamedTuple):
 def _num_rows(query: Any) -> int:
     """The rows of all requests together: no request has more, whatever the caller's bound says."""
     return sum(check_tensor(query, "query").shape[:1])
-
-
-def _new_lse(query: torch.Tensor) -> torch.Tensor:
-    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
 
 
 @replayed

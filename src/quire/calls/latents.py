@@ -11,7 +11,7 @@ import torch
 
 from quire.calls.decode import TableCall
 from quire.calls.tables import Scale, check_lengths, indices_of
-from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
+from quire.engine.batch import row_indices, row_lengths, selected_keys
 from quire.engine.checks import (
     batch_size_of,
     check_output,
@@ -71,7 +71,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     approximate attention are refused.
 
     With sparse_mla_top_k > 0, block_tables [*query.shape[:-2], sparse_mla_top_k] are the tokens that each query attends
-    to, page number * page_size + index in the page; pages must be contiguous in memory. seq_lens (per request or per
+    to, page number * page_size + index in the page. seq_lens (per request or per
     query, or None) and sparse_mla_top_k_lens (per query) say how many of them are used. Indices below 0 or beyond the
     cache are ignored, and an index that is listed twice counts twice. max_seq_len is not used.
 
@@ -113,9 +113,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if sparse_mla_top_k:
         table = row_indices(block_tables, query.shape[:-2], "block_tables", kv_cache.device)
         check_shape(table, "block_tables", {"rows": None, "sparse_mla_top_k": sparse_mla_top_k})
-        kv_cache = tokens_of(kv_cache)
         most = _fewest((seq_lens, sparse_mla_top_k_lens), table, q_len, cum_seq_lens_q)
-        tables, seq_lens = selected_keys(table, most, kv_cache.shape[0])
+        tables, seq_lens = selected_keys(table, most, kv_cache.shape[0] * kv_cache.shape[1])
         q_len, cum_seq_lens_q, max_seq_len = 1, None, sparse_mla_top_k
     else:
         refuse(sparse_mla_top_k_lens=sparse_mla_top_k_lens)
@@ -126,7 +125,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
-        lse_unit=LN2 if return_lse_base == "basee" else 1.0,
+        lse_unit=LN2 if return_lse_base == "basee" else 1.0, is_selected=bool(sparse_mla_top_k),
     ).attend()  # fmt: skip
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)

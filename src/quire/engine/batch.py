@@ -22,15 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.engine.checks import (
-    check_contiguous_last,
-    check_positive,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    host_indices,
-    to_int32,
-)
+from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor, host_indices, to_int32
 from quire.engine.graph import is_capturing
 from quire.engine.operands import RemappedOperands, int32_table
 from quire.engine.schedule import Indices, Lengths, ScheduleCache, without_gaps
@@ -150,26 +142,13 @@ def _row_offsets(value: Any, num_rows: int, batch_size: int, q_len: int, device:
 def selected_keys(
     indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int, kept: ScheduleCache | None = None
 ) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
-    """block_tables and seq_lens for TableCall.of_latents() over pages of one token, from int32 indices [rows, top_k] of
-    tokens, of which the first `most` [rows] of each row, or all, are used. Indices below 0 or from num_tokens on are
-    ignored; a token that is listed twice counts twice. kept: where the schedule is kept if all are used.
+    """block_tables and seq_lens for TableCall.of_latents() with is_selected, from int32 indices [rows, top_k], of which
+    the first `most` [rows] of each row, or all, are used. Indices below 0 or from num_tokens on are ignored; a token
+    that is listed twice counts twice. kept: where the schedule is kept if all are used.
     """
     if indices.is_cpu:
         return without_gaps(indices, most, num_tokens)
     return Lengths(None if most is None else most.contiguous(), indices, 1, 1, num_tokens, kept), None
-
-
-def tokens_of(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Pages [num_pages, page_size, dims] as tokens [num_pages * page_size, 1, dims] with one stride."""
-    check_contiguous_last(kv_cache, "kv_cache")
-    num_pages, page_size, dims = kv_cache.shape
-    page, token, _ = kv_cache.stride()
-    if num_pages > 1 and page_size > 1 and page != page_size * token:
-        raise ValidationError(
-            f"kv_cache: expected pages one after another for indices of tokens, got strides {kv_cache.stride()}."
-        )
-    step = page if page_size == 1 else token
-    return kv_cache.as_strided((num_pages * page_size, 1, dims), (step, step, 1))
 
 
 def row_indices(indices: Any, shape: tuple[int, ...], name: str, device: torch.device) -> torch.Tensor:

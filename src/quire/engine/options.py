@@ -137,6 +137,10 @@ class PlanOptions(NamedTuple):
     tile_scales: bool = False  #: with is_mla: each 128 dims of a latent have a scale, and kpe is in q's type
     timed: bool = False  #: its kernel notes when it computes what, for pictures
     sms: int = 0  #: SMs of the GPU that its CTAs fill, beside another launch; 0: all
+    #: With is_mla and page_size 1: tokens of a page of the cache. Pages of the batch are then tokens, page number *
+    #: cache_page + index in the page.
+    cache_page: int = 1
+    max_logits: bool = False  #: with is_mla: lse has, behind the lse of a row, the maximum of its logits
 
     @property
     def group_size(self) -> int:

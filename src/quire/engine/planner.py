@@ -138,6 +138,8 @@ def _new_template(
     base.num_qo_heads, base.num_kv_heads = options.num_qo_heads, options.num_kv_heads
     base.group, base.page = FastDivisor.of(options.group_size), FastDivisor.of(options.page_size or 1)
     base.window_left, base.logits_cap = options.logits.window_left, options.logits.logits_soft_cap * LOG2E
+    if options.is_mla:
+        params.cache_page = FastDivisor.of(options.cache_page)
     frequencies = None
     if options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA:
         frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)

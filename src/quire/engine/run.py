@@ -40,9 +40,9 @@ class RunOptions(NamedTuple):
     """What run() takes beside its tensors. The defaults change nothing.
 
     logits_scale_by, o_scale_by: further factors of the logits and of the output, each one float32 on a GPU; for paged
-        keys only. lse_unit: LN2 for an lse in base e, in place of base 2. others: tensors for the operands that the
-        kernel declares in addition to q, k, v and o, followed by scales. operands: tensors and numbers that the score
-        of a variant reads.
+        keys only. lse_unit: LN2 for an lse in base e, in place of base 2; negative: FlashMLA's lse (core/params.h).
+        others: tensors for the operands that the kernel declares in addition to q, k, v and o, followed by scales.
+        operands: tensors and numbers that the score of a variant reads.
     """
 
     sinks: torch.Tensor | None = None
@@ -310,13 +310,13 @@ class PlannedRun:
             return
         self._signature = Signature(tensors)
         if self.graph is None and self._prologue is None:
-            least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
+            least = min(t.shape[0] * self._plan_options.cache_page if paged else t.shape[1] for t in (k, v))
             self._checked = CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
             self.decision.checked[self._layout] = self._checked
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = cache_view(cache, self._layout, self._plan_options.page_size)
-        num_pages = min(k.shape[0], v.shape[0])
+        num_pages = min(k.shape[0], v.shape[0]) * self._plan_options.cache_page
         largest = self._plan.largest_page if self._prologue is None else self._prologue.largest_page
         if largest >= num_pages:
             raise ValidationError(
@@ -336,11 +336,13 @@ class PlannedRun:
         return views
 
     def _lse(self, lse: torch.Tensor | None, nnz_qo: int) -> torch.Tensor:
-        shape = (nnz_qo, self._plan_options.num_qo_heads)
+        shape = {"nnz_qo": nnz_qo, "num_qo_heads": self._plan_options.num_qo_heads}
+        if self._plan_options.max_logits:
+            shape["lse and maximum"] = 2
         if lse is None:
-            return self._new(shape, torch.float32)
+            return self._new((*shape.values(),), torch.float32)
         check_floats(check_output(lse, "lse"), "lse", self._device)
-        check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
+        check_shape(lse, "lse", shape)
         return lse
 
     def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:

@@ -375,7 +375,8 @@ class Expected(NamedTuple):
 
     def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
         options = self.options
-        known = {"nnz_qo": nnz_qo, "num_pages": None, "nnz_prefix": None, "page_size": options.page_size or None}
+        page_size = options.page_size * options.cache_page or None
+        known = {"nnz_qo": nnz_qo, "num_pages": None, "nnz_prefix": None, "page_size": page_size}
         wanted = [known[dim] if dim in known else getattr(options, dim) for dim in operand.dims]
         if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
             return

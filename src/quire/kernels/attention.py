@@ -230,6 +230,8 @@ class AttentionKernel:
             return "custom variants cannot be timed"
         if problem.tile_scales and all(operand.scales is None for operand in self.operands):
             return "it takes no latents with scales, which rows of 656 bytes have"
+        if problem.max_logits and not self.is_mla:
+            return "it does not return the maximum of logits"
         return None
 
     def key(self, problem: AttentionProblem) -> AttentionKey:

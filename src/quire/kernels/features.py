@@ -241,6 +241,11 @@ class Features:
         default=False, kw_only=True
     )
 
+    #: the maximum of a row's logits is returned beside its lse (MLA)
+    max_logits: Annotated[bool, _flag("kMaxLogits", "most", lambda options: options.max_logits)] = field(
+        default=False, kw_only=True
+    )
+
     #: records when, and on which SM, each work tile was computed: tile/shared/stamps.h
     timed: Annotated[bool, _flag("kTimed", "timed", lambda options: options.timed)] = field(default=False, kw_only=True)
 

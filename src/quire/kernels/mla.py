@@ -121,6 +121,8 @@ def _reject_decode(problem: AttentionProblem) -> str | None:
         return reason
     if problem.page_size % _KEYS and problem.kv.bits == 16:
         return f"page_size={problem.page_size}: expected a multiple of {_KEYS}"
+    if problem.max_logits and problem.kv.bits == 8:
+        return "with 8-bit latents it does not return the maximum of logits"
     most = _tiles_decode(problem)[-1].rows
     return f"{problem.rows} rows (qo_len * heads) are more than {most}" if problem.rows > most else None
 

@@ -109,17 +109,21 @@ class AttentionParams(ctypes.Structure):
     )
 
 
-def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure]:
-    """The parameter struct `name` of a kernel that has more operands than ATTENTION_OPERANDS."""
-    more = (field for block in blocks_of(operands)[1:] for field in operand_fields(block))
-    return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *more)})
+def params_with(
+    name: str, operands: Sequence[Operand], more: tuple[tuple[str, Any], ...] = ()
+) -> type[ctypes.Structure]:
+    """The parameter struct `name` of a kernel with more operands than ATTENTION_OPERANDS, and then fields `more`."""
+    others = (field for block in blocks_of(operands)[1:] for field in operand_fields(block))
+    return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *others, *more)})
 
 
 #: AttentionParams, followed by shared keys in separate tensors; see core/cascade.h.
 AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERANDS, *PREFIX_OPERANDS))
 
 #: The parameters of MLA kernels; see core/params.h.
-AttentionMlaParams = params_with("AttentionMlaParams", SCALED_MLA_OPERANDS)
+AttentionMlaParams = params_with(
+    "AttentionMlaParams", SCALED_MLA_OPERANDS, (("cache_page", FastDivisor), ("_to_8", c_int32))
+)
 
 
 def pointers_at(params: ctypes.Structure, first: str, last: str) -> Any:
@@ -191,8 +195,9 @@ class AttentionMlaFa3Params(ctypes.Structure):
         *AttentionFa3Params._fields_,
         *operand_fields(MLA_OPERANDS[len(ATTENTION_OPERANDS) :]),
         ("num_pages", c_int32),
-        ("_to_8", c_int32),
+        ("cache_page", FastDivisor),
         *operand_fields(blocks_of(SCALED_MLA_OPERANDS)[-1]),
+        ("_to_64", ctypes.c_char * 56),
     )
 
 

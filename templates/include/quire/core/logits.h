@@ -91,14 +91,29 @@ struct LogitsTransform : ExpressionOf<V> {
   }
 };
 
+constexpr float kNoLse = -__builtin_huge_valf();  // of a row without keys
+QUIRE_HD float magnitude(float x) { return x < 0.f ? -x : x; }
+
 // The lse to return for a row of `head` with this lse. FlashInfer's ALiBi counts distances from qo_idx instead of the
 // query's position, which adds a constant for each request to logits and lse. Under a soft cap it would not be a
 // constant: there the lse is not adjusted.
+// For latents see AttentionParams::lse_unit.
 template <class V, class Params>
 QUIRE_HD float returned_lse(float lse, const Params& p, const RowTile& tile, int head) {
+  if constexpr (kIsLatent<V>) return lse == kNoLse ? lse * p.lse_unit : lse * magnitude(p.lse_unit);
   if constexpr (V::kPosEncoding != kPosEncodingAlibi || V::kSoftCap != 0) return lse * p.lse_unit;
   const float slope = exp2f(alibi_exponent(static_cast<float>(head), p.num_qo_heads));
   return (lse + slope * kLog2e * static_cast<float>(tile.kv_len - tile.qo_len)) * p.lse_unit;
+}
+
+// Stores what is returned of a row beside its result: its lse; with kMaxLogits as the first of two numbers, of which the second one is the largest of the
+// row's logits, in the same unit. m, d: its maximum and denominator, without sinks.
+template <class V, class Params>
+QUIRE_HD void store_statistics(const Params& p, const RowTile& tile, int64_t token, int head, float lse, float m,
+                               float d) {
+  float* to = p.lse + (token * p.num_qo_heads + head) * (1 + V::kMaxLogits);
+  to[0] = returned_lse<V>(lse, p, tile, head);
+  if constexpr (V::kMaxLogits != 0) to[1] = d == 0.f ? kNoLse : m * magnitude(p.lse_unit);
 }
 
 }  // namespace quire

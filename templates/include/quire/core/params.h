@@ -110,7 +110,9 @@ struct AttentionParams {
   float tanh_scale;     // soft cap: makes q . k the argument of tanh: sm_scale / cap; a score's: sm_scale
   float logits_cap;     // soft cap in base 2: cap * log2(e)
   float o_scale;        // multiplies the output (v_scale)
-  float lse_unit;       // multiplies the lse, whose base is 2: 1, or ln(2) for base e
+  // Multiplies the lse, whose base is 2: 1, or ln(2) for base e. For latents (MLA) a negative one means FlashMLA's lse,
+  // in units of its magnitude: that without sinks, and +inf for a row without keys.
+  float lse_unit;
   // 1: tiles and partitions were on the device before the preceding launch began, so that they may be read while that
   // launch runs. 0: the preceding kernel may have written them.
   int32_t plan_is_resident;
@@ -143,7 +145,34 @@ struct AttentionMlaParams {
   // latent has 8 bits a dim and each kTileDims dims are to be multiplied by their scale; kpe is in q's type.
   const float* ckv_scales;
   int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;
+  // In sparse attention kv_indices are tokens (`page` is 1), and this is the page size of the cache: token t is row
+  // t % cache_page of page t / cache_page. Elsewhere 1.
+  FastDivisor cache_page;
+  int32_t to_end;
 };
+
+// Where a token lies in the cache.
+struct CachePlace {
+  int page, row;
+};
+
+// The place of row `row` of what an entry of kv_indices names. Params: of a kernel for latents.
+template <class Params>
+QUIRE_HD CachePlace cache_place(const Params& p, int entry, int row) {
+  const int page = p.cache_page.div(entry);
+  return {page, entry - page * static_cast<int>(p.cache_page.divisor) + row};
+}
+
+// Whether keys are latents, which kernels of their own take.
+template <class V>
+constexpr bool kIsLatent = V::kHeadDimVo == 512 && V::kHeadDimQk == 576;
+
+// The same for code that serves latents and other keys, whose entries are pages.
+template <class V>
+QUIRE_HD CachePlace cache_place_of(const AttentionParams& p, int entry, int row) {
+  if constexpr (!kIsLatent<V>) return {entry, row};
+  return cache_place(reinterpret_cast<const AttentionMlaParams&>(p), entry, row);
+}
 
 constexpr int kTileDims = 128;  // of a latent that have a scale: TILE_DIMS in quire/kernels/features.py
 
@@ -200,6 +229,7 @@ struct AttentionMlaFa3Params : AttentionFa3Params {
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   int64_t q_nope_token_stride, q_nope_head_stride;
   int32_t num_pages;  // where tokens are gathered: page numbers below 0 or from here on are of no token
+  FastDivisor cache_page;  // as in AttentionMlaParams
   // As in AttentionMlaParams.
   const float* ckv_scales;
   int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;

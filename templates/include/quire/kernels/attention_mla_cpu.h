@@ -123,9 +123,9 @@ struct AttentionMlaCpu {
   // The latent of a token of the request, by its scales, rounded to the type of queries, as FlashMLA does.
   static void multiply_by_scales(const Context& c, float* ckv, int token) {
     const AttentionParams& base = c.p.base;
-    const int64_t page = c.keys.pages[base.page.div(token)];
-    const float* scales =
-        c.p.ckv_scales + page * c.p.ckv_scales_page_stride + base.page.mod(token) * c.p.ckv_scales_token_stride;
+    const CachePlace at = cache_place(c.p, c.keys.pages[base.page.div(token)], base.page.mod(token));
+    const int64_t page = at.page;
+    const float* scales = c.p.ckv_scales + page * c.p.ckv_scales_page_stride + at.row * c.p.ckv_scales_token_stride;
     for (int d = 0; d < kCkv; d += cpu::kLanes) {
       Q rounded[cpu::kLanes];
       cpu::store(rounded, cpu::load(ckv + d) * scales[d / kTileDims]);

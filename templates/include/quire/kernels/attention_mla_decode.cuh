@@ -172,9 +172,10 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
     const int lane = ptx::lane_id(), warp = warp_of_group();
     const bool exists = static_cast<uint32_t>(token.page) < static_cast<uint32_t>(p_.num_pages);
     const uint32_t bits = __ballot_sync(0xffffffffu, exists);
-    const int64_t page = token.page;
-    const int64_t ckv = exists ? page * p.v_page_stride + token.row * p.v_token_stride : -1;
-    const int64_t kpe = page * p.k_page_stride + token.row * p.k_token_stride;
+    const CachePlace at = cache_place(p_, token.page, token.row);
+    const int64_t page = at.page;
+    const int64_t ckv = exists ? page * p.v_page_stride + at.row * p.v_token_stride : -1;
+    const int64_t kpe = page * p.k_page_stride + at.row * p.k_token_stride;
     constexpr int kKpeBytes = 64 * (kIsScaled ? sizeof(T) : 1);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -197,7 +198,7 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
       }
     }
     if (kIsScaled && lane < 16) {
-      const float* from = p_.ckv_scales + page * p_.ckv_scales_page_stride + token.row * p_.ckv_scales_token_stride;
+      const float* from = p_.ckv_scales + page * p_.ckv_scales_page_stride + at.row * p_.ckv_scales_token_stride;
       ptx::cp_async_16(tile_scales(to.stage()) + (warp * 16 + lane) * 16, exists ? from : p_.ckv_scales,
                        exists ? 16 : 0);
     }
@@ -390,7 +391,8 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
 
   // How far below a new maximum the reference maximum is set, in powers of two. Weights of fp16 are then near the upper
   // end of fp16's range, so that small weights keep their bits.
-  static constexpr float kMargin = kIsFp8 ? 7.f : 0.f, kMostLag = kMaxLag + kMargin;
+  static constexpr float kMargin = kIsFp8 ? 7.f : 0.f, kMostLag = kMostLagOf<V> + kMargin;
+  static_assert(V::kMaxLogits == 0 || !kIsFp8, "the reference maximum is the true one");
 
   // Raises m where a logit exceeds it by more than kMostLag, in any warp of the warpgroup.
   QUIRE_DEVICE void raise_max(const Scores& s, Softmax& softmax, Values& o) const {
@@ -568,9 +570,9 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
         if (first_block == 0 && warp == 0 && lane % 4 == 0) states[8 * h] = {totals[h].m, totals[h].d};
       } else if (row < work.row_end) {
         const WorkTile::Place at = work.place(p.group, row);
-        const RowResult result = finish_row(p, at.head, totals[h].m, totals[h].d);
+        const RowResult result = finish_row_of<V>(p, at.head, totals[h].m, totals[h].d);
         if (first_block == 0 && warp == 0 && lane % 4 == 0 && p.lse != nullptr) {
-          store_lse<V>(p, work.tile, at, result.lse);
+          store_statistics<V>(p, work.tile, at, result.lse, totals[h].m, totals[h].d);
         }
         scale[h] = result.scale;
         to[h] = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride + lane % 4 * 2;

@@ -56,8 +56,9 @@ class ScaledRows {
   }
 
   QUIRE_DEVICE void publish_offsets(int tile) {
-    if (thread_ < V::kTileKv)
-      table_[tile % kTiles * V::kTileKv + thread_] = {page_, p_.page.mod(tile * V::kTileKv + thread_)};
+    if (thread_ >= V::kTileKv) return;
+    const CachePlace at = cache_place(mla_, page_, p_.page.mod(tile * V::kTileKv + thread_));
+    table_[tile % kTiles * V::kTileKv + thread_] = {page_ < 0 ? -1 : at.page, at.row};
   }
 
   template <class Tile>

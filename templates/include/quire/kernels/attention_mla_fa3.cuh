@@ -164,9 +164,9 @@ class AttentionMlaFa3 {
     for (int h = 0; h < 2; ++h) {
       const int row = Cta::first_row(work) + Cta::lane_row() + 8 * h;
       const WorkTile::Place to = cta_.place(work, Cta::lane_row() + 8 * h);
-      const RowResult result = finish_row(p, to.head, m[h], d[h]);
+      const RowResult result = finish_row_of<V>(p, to.head, m[h], d[h]);
       if (half == 0 && p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
-        store_lse<V>(p, work.tile, to, result.lse);
+        store_statistics<V>(p, work.tile, to, result.lse, m[h], d[h]);
       }
       T* dst = static_cast<T*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + half * Cta::kHalfCols;
       store_row(dst, o, h, result.scale, row < work.row_end, lane);

@@ -122,7 +122,7 @@ struct ColumnWarps {
     }
   }
 
-  // Raises m where a row's maximum exceeds it by more than kMaxLag, and rescales d and o to match.
+  // Raises m where a row's maximum exceeds it by more than kMostLagOf<V>, and rescales d and o to match.
   QUIRE_DEVICE void raise_max(Output& o, Softmax& softmax) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -132,7 +132,7 @@ struct ColumnWarps {
         float top = kNoLogit;
 #pragma unroll
         for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, published(g, m, h));
-        const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
+        const float next = top > softmax.m[m][h] + kMostLagOf<V> ? top : softmax.m[m][h];
         factor[h] = ptx::ex2(softmax.m[m][h] - next);
         softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
       }
@@ -229,14 +229,14 @@ struct ColumnWarps {
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, h = i % 2, r = rows + 8 * i + lane / 4, row = work.tile.row_begin + r;
       const WorkTile::Place at = work.place(p.group, min(row, work.row_end - 1));
-      const RowResult result = finish_row(p, at.head, softmax.m[m][h], softmax.d[m][h]);
+      const RowResult result = finish_row_of<V>(p, at.head, softmax.m[m][h], softmax.d[m][h]);
 #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) {
         ptx::st_shared(tile.chunk(r, columns * (kCols / 8) + n) + lane % 4 * 4,
                        ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
       }
       if (p.lse != nullptr && columns == 0 && lane % 4 == 0 && row < work.row_end) {
-        store_lse<V>(p, work.tile, at, result.lse);
+        store_statistics<V>(p, work.tile, at, result.lse, softmax.m[m][h], softmax.d[m][h]);
       }
     }
     __syncthreads();

@@ -121,8 +121,9 @@ class KvRows<V, kThreads, kTiles, true> {
       const int64_t head = work_.kv_head;
       Offset offset = {-1, -1};
       if (page_[i] >= 0) {
-        offset.at[0] = page_[i] * p_.k_page_stride + token_in_page * p_.k_token_stride + head * p_.k_head_stride;
-        offset.at[1] = page_[i] * p_.v_page_stride + token_in_page * p_.v_token_stride + head * p_.v_head_stride;
+        const CachePlace place = cache_place_of<V>(p_, page_[i], token_in_page);
+        offset.at[0] = place.page * p_.k_page_stride + place.row * p_.k_token_stride + head * p_.k_head_stride;
+        offset.at[1] = place.page * p_.v_page_stride + place.row * p_.v_token_stride + head * p_.v_head_stride;
       }
       table_[tile % kTiles * V::kTileKv + i * kThreads + thread_] = offset;
     }

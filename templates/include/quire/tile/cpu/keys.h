@@ -47,9 +47,10 @@ struct Keys {
       int page = p.page.div(keys.begin), token_in_page = p.page.mod(keys.begin);
       for (int key = keys.begin; key < keys.end;) {
         const int count = min(static_cast<int>(p.page.divisor) - token_in_page, keys.end - key);
-        const int64_t number = pages[page];
-        run(k + number * p.k_page_stride + token_in_page * k_stride,
-            v + number * p.v_page_stride + token_in_page * v_stride, count, k_rows, v_rows);
+        const CachePlace at = cache_place_of<V>(p, pages[page], token_in_page);
+        const int64_t number = at.page;
+        run(k + number * p.k_page_stride + at.row * k_stride, v + number * p.v_page_stride + at.row * v_stride, count,
+            k_rows, v_rows);
         k_rows += count, v_rows += count, key += count;
         ++page, token_in_page = 0;
       }

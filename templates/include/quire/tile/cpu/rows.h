@@ -32,16 +32,17 @@ struct Rows {
     const WorkTile::Place at = place(row);
     return static_cast<O*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
   }
-  float* lse(int row) const { return p.lse + place(row).token * p.num_qo_heads + head(row); }
 };
 
 // Normalises row `row` of a finished tile and writes it. A sink joins the denominator and has no value. A row
 // that saw no key is 0, and its lse -inf.
 template <class V>
 inline void finish_row(const Rows& rows, int row, const float* o, float m, float d) {
+  const float own_m = m, own_d = d;
+  const WorkTile::Place at = rows.place(row);
   float scale = rows.p.o_scale;
   if (rows.p.sinks != nullptr) {
-    const float sink = rows.p.sinks[rows.head(row)] * kLog2e;
+    const float given = rows.p.sinks[at.head], sink = (kIsLatent<V> ? min(given, 1e38f) : given) * kLog2e;
     const float top = max(m, sink), base = top == -kInfinity ? 0.0f : top;
     const float shrink = exp2(m - base);
     d = d * shrink + exp2(sink - base);
@@ -53,8 +54,10 @@ inline void finish_row(const Rows& rows, int row, const float* o, float m, float
   constexpr int kRest = V::kHeadDimVo % kLanes, kWhole = V::kHeadDimVo - kRest;
   for (int i = 0; i < kWhole; i += kLanes) store(to + i, load(o + i) * scale);
   if constexpr (kRest != 0) store_first<kRest>(to + kWhole, load(o + kWhole) * scale);
-  if (rows.p.lse != nullptr)
-    *rows.lse(row) = returned_lse<V>(d == 0.0f ? -kInfinity : m + log2f(d), rows.p, rows.work.tile, rows.head(row));
+  if (rows.p.lse == nullptr) return;
+  if (kIsLatent<V> && rows.p.lse_unit < 0.0f) m = own_m, d = own_d;
+  const float lse = d == 0.0f ? -kInfinity : m + log2f(d);
+  store_statistics<V>(rows.p, rows.work.tile, at.token, at.head, lse, own_m, own_d);
 }
 
 // Adds a row of a partial result to o, which is whole vectors.

@@ -184,7 +184,8 @@ class MlaSource<V, KvLoadPath::kGather, false> {
   // Elements before a token; kNowhere if it does not exist.
   static constexpr int64_t kNowhere = -1;
   QUIRE_DEVICE int64_t place_of(Token token, int64_t page_stride, int64_t token_stride) const {
-    return exists(token) ? token.page * page_stride + token.row * token_stride : kNowhere;
+    const CachePlace at = cache_place(cta_.p, token.page, token.row);
+    return exists(token) ? at.page * page_stride + at.row * token_stride : kNowhere;
   }
 
   QUIRE_DEVICE void note_existing(Token token, int stage) const {

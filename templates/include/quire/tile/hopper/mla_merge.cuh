@@ -106,14 +106,16 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   for (int h = 0; h < 2; ++h) {
     if (row + 8 * h >= group.num_rows) continue;
     const WorkTile::Place to = work.place(p.group, work.tile.row_begin + row + 8 * h);
-    const RowResult result = finish_row(p, to.head, m[h], d[h]);
+    const RowResult result = finish_row_of<V>(p, to.head, m[h], d[h]);
     auto* dst = static_cast<typename V::O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride;
     auto* words = reinterpret_cast<uint32_t*>(dst + block * 8) + lane % 4;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       words[n * 8 * 4] = ptx::pack(typename V::O{}, o[h][n][0] * result.scale, o[h][n][1] * result.scale);
     }
-    if (block == 0 && lane % 4 == 0 && p.lse != nullptr) store_lse<V>(p, work.tile, to, result.lse);
+    if (block == 0 && lane % 4 == 0 && p.lse != nullptr) {
+      store_statistics<V>(p, work.tile, to, result.lse, m[h], d[h]);
+    }
   }
 }
 

@@ -19,6 +19,7 @@ class MlaScores {
   struct Scores {
     uint32_t q[Cta::kHeldSteps][4];
     WarpgroupSoftmax softmax;
+    float most[V::kMaxLogits != 0 ? 2 : 1];  // with kMaxLogits: the largest logits of this lane's part of its rows
     uint32_t weights[Cta::kTileKv / 4];  // of the latest KV tile, two a register
     int num_missing;      // of its tokens, from the last on: values to be cleared; gathered: not 0 if any
     uint32_t weights_to;  // where this lane stores its first ones in the first stage
@@ -46,6 +47,7 @@ class MlaScores {
       }
       if (at.count == 0 && ptx::lane_id() == 0) ptx::mbarrier_arrive(cta_.queries_barrier());
       scores.softmax.clear();
+      if constexpr (V::kMaxLogits != 0) scores.most[0] = scores.most[1] = kNoLogit;
       compute_weights(scores, work, ckv, kpe);
       put_states(scores, {at.count});
       cta_.release_work_tile(at);
@@ -79,7 +81,7 @@ class MlaScores {
       }
       scores.num_missing =
           is_masked && !Cta::kGathers ? min(Cta::kTileKv, (tile + 1) * Cta::kTileKv - work.tile.kv_len) : 0;
-      exponentiate(s, scores);
+      exponentiate(s, scores, tile + 1 == end);
       if constexpr (Cta::kHandsOnAtOnce) {
         store_weights(scores, ckv, kpe, tile + 1 == end ? Cta::kIsLast : 0);
         hand_on(kpe);
@@ -165,10 +167,21 @@ class MlaScores {
     }
   }
 
-  // Turns S into weights.
-  QUIRE_DEVICE void exponentiate(TileOfS& s, Scores& scores) const {
+  // Turns S into weights. With kMaxLogits the reference of the last KV tile of a work tile is the largest logit of all.
+  QUIRE_DEVICE void exponentiate(TileOfS& s, Scores& scores, bool is_last) const {
     const float scale = logits_scale<V>(cta_.p.base);
-    scores.softmax.raise_max(s, scale);
+    if constexpr (V::kMaxLogits != 0) {
+      float top[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = WarpgroupSoftmax::row_max(s, h) * scale;
+        scores.most[h] = fmaxf(scores.most[h], top[h]);
+        if (is_last) top[h] = scores.most[h];
+      }
+      scores.softmax.raise_to(top, [](float x) { return x; }, is_last ? 0.f : kMaxLag);
+    } else {
+      scores.softmax.raise_max(s, scale);
+    }
     scores.softmax.exponentiate(s, scale);
 #pragma unroll
     for (int i = 0; i < Cta::kTileKv / 4; ++i) scores.weights[i] = ptx::pack(T{}, s[2 * i], s[2 * i + 1]);

@@ -177,8 +177,8 @@ class MlaSource<V, KvLoadPath::kGather, true> : MlaSource<V, KvLoadPath::kGather
   QUIRE_DEVICE float load_scale() const {
     const AttentionMlaFa3Params& p = cta_.p;
     const float* scales = p.ckv_scales + Cta::half_of_o() * (Cta::kHalfCols / kTileDims) + ptx::lane_id() / 16;
-    const int64_t at = token_.page * p.ckv_scales_page_stride + token_.row * p.ckv_scales_token_stride;
-    return this->exists(token_) ? __ldg(scales + at) : 0.f;
+    const int64_t at = this->place_of(token_, p.ckv_scales_page_stride, p.ckv_scales_token_stride);
+    return at >= 0 ? __ldg(scales + at) : 0.f;
   }
 
   QUIRE_DEVICE void widen_half(int stage, float scale) const {

@@ -93,12 +93,12 @@ struct WarpgroupSoftmax {
   }
   // Raises m to the reference that `choose` returns for the row's maximum.
   template <class Choose>
-  QUIRE_DEVICE void raise_to(const float (&top)[2], const Choose& choose) {
-    is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
+  QUIRE_DEVICE void raise_to(const float (&top)[2], const Choose& choose, float most_lag = kMaxLag) {
+    is_raised = __any_sync(0xffffffffu, top[0] > m[0] + most_lag || top[1] > m[1] + most_lag);
     if (!is_raised) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float x = quad_max(top[h]), next = x > m[h] + kMaxLag ? choose(x) : m[h];
+      const float x = quad_max(top[h]), next = x > m[h] + most_lag ? choose(x) : m[h];
       factor[h] = ptx::ex2(m[h] - next);
       m[h] = next;
       d[h] *= factor[h];

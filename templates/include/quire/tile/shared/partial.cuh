@@ -13,10 +13,28 @@ QUIRE_DEVICE RowResult finish_row(const Params& p, int head, float m, float d) {
   return finish_row(m, d, p.sinks == nullptr ? nullptr : p.sinks + head, output_scale(p));
 }
 
+// The same for kernels that serve latents, too: there p.lse_unit says what the lse is, and sinks may be infinite.
+template <class V, class Params>
+QUIRE_DEVICE RowResult finish_row_of(const Params& p, int head, float m, float d) {
+  if constexpr (!kIsLatent<V>) return finish_row(p, head, m, d);
+  if (p.sinks == nullptr) return finish_row(m, d, nullptr, output_scale(p));
+  const float sink = fminf(p.sinks[head], 1e38f), own = d == 0.f ? kNoLse : m + ptx::lg2(d);
+  RowResult result = finish_row(m, d, &sink, output_scale(p));
+  if (p.lse_unit < 0.f) result.lse = own;
+  return result;
+}
+
 // Stores the lse of a row, where p.lse is not null.
 template <class V, class Params>
 QUIRE_DEVICE void store_lse(const Params& p, const RowTile& tile, const WorkTile::Place& at, float lse) {
   p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(lse, p, tile, at.head);
+}
+
+// store_statistics() of a row, where p.lse is not null.
+template <class V, class Params>
+QUIRE_DEVICE void store_statistics(const Params& p, const RowTile& tile, const WorkTile::Place& at, float lse, float m,
+                                   float d) {
+  store_statistics<V>(p, tile, at.token, at.head, lse, m, d);
 }
 
 // Four columns of a row: o not normalised, with the row's reference maximum and denominator.
@@ -53,12 +71,12 @@ template <class V, class Params>
 QUIRE_DEVICE void store_quad(const Params& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
   using O = typename V::O;
   const WorkTile::Place to = work.place(p.group, row);
-  const RowResult result = finish_row(p, to.head, quad.m, quad.d);
+  const RowResult result = finish_row_of<V>(p, to.head, quad.m, quad.d);
   const uint2 packed = {ptx::pack(O{}, quad.o.x * result.scale, quad.o.y * result.scale),
                         ptx::pack(O{}, quad.o.z * result.scale, quad.o.w * result.scale)};
   O* dst = static_cast<O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
   *reinterpret_cast<uint2*>(dst) = packed;
-  if (col == 0 && p.lse != nullptr) store_lse<V>(p, work.tile, to, result.lse);
+  if (col == 0 && p.lse != nullptr) store_statistics<V>(p, work.tile, to, result.lse, quad.m, quad.d);
 }
 
 // Arrives at a merge group of `num_parts`. True for the last: all partials are then visible to it, and the group's

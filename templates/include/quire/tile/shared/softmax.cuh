@@ -42,6 +42,10 @@ QUIRE_DEVICE RowResult finish_row(float m, float d, const float* sink, float o_s
   return {weight * ptx::rcp(d) * o_scale, m + ptx::lg2(d)};
 }
 
+// How far the reference maximum of a row may lag behind the true one, which some variants return.
+template <class V>
+constexpr float kMostLagOf = V::kMaxLogits != 0 ? 0.f : kMaxLag;
+
 // The state of kM * 16 rows. Lane l keeps rows l / 4 and l / 4 + 8 of each block of 16.
 template <int kM>
 struct SoftmaxRows {
