@@ -138,7 +138,8 @@ def check_latents(
     sinks = None if sinks is None else sinks.detach().reshape(-1)
     lse = results[1] if len(results) > 1 else None
     if lse is not None and natural:
-        lse = (lse.double() / LN2).float()
+        require(not bool(lse.isneginf().any()), "an lse of -inf from FlashMLA's function")
+        lse = (lse.double().masked_fill(lse.isposinf(), -math.inf) / LN2).float()
     for b, (rows, own) in enumerate(zip(oracle.lengths(qo), oracle.lengths(kv), strict=True)):
         part, key = q[qo[b] : qo[b + 1]], keys[kv[b] : kv[b + 1]]
         if not bool(key.isfinite().all()):

@@ -112,6 +112,12 @@ class LatentPages:
         return rows.to(device)
 
 
+def of_flash_mla(lse: Tensor) -> Tensor:
+    """FlashMLA's lse, a natural logarithm and +inf for a query without tokens, in base 2 and -inf."""
+    assert not bool(lse.isneginf().any())
+    return lse.masked_fill(lse.isposinf(), -math.inf) / math.log(2)
+
+
 def packed(keys: Tensor, scales: Tensor | None = None) -> Tensor:
     """Rows uint8 [tokens, 656] of keys [tokens, 576]; by default the largest number of a tile becomes 448."""
     tiles = keys[:, :512].float().view(-1, 4, 128)

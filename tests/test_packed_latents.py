@@ -6,15 +6,13 @@ as numbers of each of the three types.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 import oracle
 import quire
-from latents import BYTES, E4M3, SCALE, LatentPages, Latents, packed, unpacked
+from latents import BYTES, E4M3, SCALE, LatentPages, Latents, of_flash_mla, packed, unpacked
 from problems import ints, workspace
 from quire.compat.flash_mla import flash_mla_with_kvcache
 
@@ -159,7 +157,7 @@ def test_flash_mla_dense(device, q_len, causal):
         out, lse = flash_mla_with_kvcache(
             query, k_cache.unsqueeze(2), *where, softmax_scale=SCALE, causal=causal, is_fp8_kvcache=True
         )
-        p.check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) / math.log(2))
+        p.check(out.flatten(0, 1), of_flash_mla(lse.transpose(1, 2).flatten(0, 1)))
 
 
 @pytest.mark.parametrize("num_heads", [8, 128])
@@ -184,7 +182,7 @@ def test_flash_mla_sparse(device, num_heads, page_size):
         p.query.unsqueeze(1), cache.view(-1, page_size, 1, BYTES), None, None, 512, softmax_scale=SCALE,
         is_fp8_kvcache=True, indices=indices.view(5, 1, top_k).int().to(device), topk_length=lens.int().to(device),
     )  # fmt: skip
-    p.check(out.squeeze(1), lse.squeeze(2) / math.log(2))
+    p.check(out.squeeze(1), of_flash_mla(lse.squeeze(2)))
 
 
 def test_cuda_graphs_follow_new_lengths(device, backend):
@@ -268,7 +266,7 @@ def test_page_numbers_beyond_2_20_and_places_beyond_2_31_bytes(device, sparse):
     out, lse = flash_mla_with_kvcache(
         p.query.unsqueeze(1), cache.unsqueeze(2), **where, head_dim_v=512, softmax_scale=SCALE, is_fp8_kvcache=True
     )
-    p.check(out.squeeze(1), lse.squeeze(2) / math.log(2))
+    p.check(out.squeeze(1), of_flash_mla(lse.squeeze(2)))
 
 
 def test_wrong_arguments(device):

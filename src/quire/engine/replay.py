@@ -204,13 +204,22 @@ class _Places:
         for result in results:
             index, offset = self.of(result)
             at = index - len(self.tensors)
-            if result is None or at < 0:
+            if result is None or at < 0 or self.is_part(result):
                 continue
-            if offset or at in replaced or result.nbytes != self._new[at].nbytes:
+            if offset or at in replaced:
                 raise _NotRepeatable
             replaced.add(at)
             made[at] = tuple(result.shape), result.stride(), result.dtype
         return made
+
+    def is_part(self, result: torch.Tensor) -> bool:
+        """Whether a result is a view of some of a new tensor's elements."""
+        whole = self._allocated.get(_storage(result))
+        if whole is None or result.nbytes == whole.nbytes:
+            return False
+        if result.dtype is not whole.dtype:
+            raise _NotRepeatable
+        return True
 
     def shared(self) -> list[tuple[int, int, int]]:
         """Pairs of arguments in the same memory, and the distance between both."""
@@ -315,6 +324,12 @@ class Replay:
         self.fits = fits if not content else lambda *given: fits(*given) and _are_equal(given, content)
         results = list(result) if isinstance(result, tuple) else [result]
         of_results = [places.of(t) for t in results]
+        #: Size, stride and offset of results that are parts of new tensors.
+        self._parts = [
+            (t.shape, t.stride(), offset // t.element_size()) if t is not None and places.is_part(t) else None
+            for t, (_, offset) in zip(results, of_results, strict=True)
+        ]
+        self._has_parts = any(self._parts)
         self._new = places.new_tensors(results)
         self._shared = places.shared()
         places.check_plan(run.plan.params, known if self._planning is None else known | self._planning.known)
@@ -323,7 +338,8 @@ class Replay:
         numbers = _Numbers(len(tensors) + len(self._new))
         self._operands, self._others = numbers.getter(operands), numbers.getter(of_others)
         self._captured = [(ctypes.c_uint64.from_address(address), numbers.of(place)) for address, place in captured]
-        self._results = numbers.getter(of_results) if isinstance(result, tuple) else itemgetter(numbers.of(*of_results))
+        whole = [(index, 0) for index, _ in of_results]
+        self._results = numbers.getter(whole) if isinstance(result, tuple) else itemgetter(numbers.of(*whole))
         if self._planning is not None:
             self._planning.number(numbers)
             self._plan.forget()
@@ -373,7 +389,14 @@ class Replay:
         if self._planning is not None:
             self._planning.start(at, memory, stream)
         self._plan.run(stream, pointers, extras, self._enable_pdl, memory)
-        return self._results((*tensors, *new, None))
+        result = self._results((*tensors, *new, None))
+        return self._parts_of(result) if self._has_parts else result
+
+    def _parts_of(self, result: Any) -> Any:
+        """The parts of new tensors that are results."""
+        whole = result if isinstance(result, tuple) else (result,)
+        parts = [t if part is None else t.as_strided(*part) for t, part in zip(whole, self._parts, strict=True)]
+        return tuple(parts) if isinstance(result, tuple) else parts[0]
 
 
 def _check_results(
