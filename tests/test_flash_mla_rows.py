@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oracle
 import quire
-from latents import Latents, of_flash_mla, packed
+from latents import Latents, of_flash_mla, packed, packed_v4
 from problems import ints
 from quire.compat.flash_mla import (
     FlashMLASchedMeta,
@@ -27,7 +27,6 @@ from quire.compat.flash_mla import (
 from test_flash_mla import check, check_most
 
 E4M3, BF16, SCALE = torch.float8_e4m3fn, torch.bfloat16, 0.04
-LARGEST = 448.0
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -42,12 +41,7 @@ def of_v32(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def of_v4(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The same in rows of 576 + 8 bytes, of which the last 8 lie behind the rows of a page."""
-    tiles = keys[:, :448].view(-1, 7, 64)
-    powers = (tiles.abs().amax(2) / LARGEST).clamp(min=1e-4).log2().ceil()
-    numbers = (tiles / torch.exp2(powers)[..., None]).to(E4M3).flatten(1)
-    scales = torch.nn.functional.pad((powers + 127).to(torch.uint8), (0, 1), value=255)
-    parts = numbers.view(torch.uint8), keys[:, 448:].to(BF16).contiguous().view(torch.uint8), scales
-    rows = torch.cat(parts, dim=1)
+    rows = packed_v4(keys)
     return rows, oracle.latent_rows(rows, "V4")
 
 

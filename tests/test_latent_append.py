@@ -10,7 +10,7 @@ from torch import Tensor
 
 import oracle
 import quire
-from latents import BYTES, packed
+from latents import BYTES, packed, packed_v4
 from quire.attention.mla import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from quire.cache import latent_append
 from test_rope import table
@@ -83,6 +83,33 @@ def test_rows_of_656_bytes_of_rotated_keys(device, is_neox):
         oracle.assert_close(got, truth, rounded)
     rows, has_slot = t.written()
     assert torch.equal(rows, packed(torch.cat((t.kv_c, t.k_pe), dim=1).cpu()).to(device)[has_slot])
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("page_size", [1, 7])
+def test_rows_of_584_bytes(device, page_size, rotates):
+    """DeepSeek V4's, in pages with gaps; scales lie behind the rows of a page. Powers of two stay what they are."""
+    t = Tokens(device, torch.bfloat16, torch.uint8, BYTES)
+    t.kv_c = t.kv_c[:, :448].contiguous()
+    t.kv_c[3] = 0
+    t.kv_c[4] = t.kv_c[4].sign() * 448
+    num_pages, width = NUM_PAGES * PAGE // page_size, -(-page_size * 584 // 576) * 576 + 576
+    memory = torch.full((num_pages, width), 255, dtype=torch.uint8, device=device)
+    cache = memory[:, : page_size * 584].unflatten(1, (page_size, 584))
+    angles = table(512, 64, device)
+    if rotates:
+        concat_and_cache_mla_rope_fused(
+            t.positions, t.q_pe, t.k_pe, t.kv_c, angles, True, t.slots, cache, "fp8_ds_mla", t.scale
+        )
+    else:
+        concat_and_cache_mla(t.kv_c, t.k_pe, cache, t.slots, "fp8_ds_mla", t.scale)
+    expected, want = torch.full_like(memory, 255).cpu(), packed_v4(torch.cat((t.kv_c, t.k_pe), dim=1).cpu())
+    for row, slot in zip(want, t.slots.tolist(), strict=True):
+        if slot >= 0:
+            page, at = divmod(slot, page_size)
+            expected[page, at * 576 : (at + 1) * 576] = row[:576]
+            expected[page, page_size * 576 + at * 8 : page_size * 576 + (at + 1) * 8] = row[576:]
+    assert torch.equal(memory.cpu(), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

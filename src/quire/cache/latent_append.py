@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 
+from quire.cache.latent_rows import format_of
 from quire.engine.checks import check_output, check_same_device, check_shape, check_tensor, flag
 from quire.engine.device import on_cuda, target_of
 from quire.engine.launch import launch
 from quire.engine.operators import operator
 from quire.engine.rotate import INPUTS, Angles, check_heads, rotary_dim_of
 from quire.engine.schedule import check_count, check_range
-from quire.engine.tensors import LATENT_DIM, cached_parts, check_apart, is_packed
+from quire.engine.tensors import check_apart
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendLatentsParams
 
-_ROWS = "fp8_ds_mla"  #: vLLM's name of FlashMLA's rows of 656 bytes
+_ROWS = "fp8_ds_mla"  #: vLLM's name of FlashMLA's rows of 656 and 584 bytes
 #: LatentType in kernels/append_latents.h, and torch's type, by vLLM's names
 _EIGHT_BITS = {
     "fp8": (1, torch.float8_e4m3fn), "fp8_e4m3": (1, torch.float8_e4m3fn), "fp8_e5m2": (2, torch.float8_e5m2),
@@ -42,7 +43,10 @@ def concat_and_cache_mla(
         "fp8", "fp8_e4m3" and "fp8_e5m2" it has 8-bit numbers (dtype uint8 or the 8-bit type), divided by `scale`,
         float32 [1] on the device; the other formats do not use `scale`. With "fp8_ds_mla" it has FlashMLA's rows of
         uint8 [num_pages, page_size, 656], for bfloat16 tokens of 512 + 64 dims: float8_e4m3fn numbers, a float32 scale
-        for each 128 of them, such that the largest becomes 448, and k_pe unchanged.
+        for each 128 of them, such that the largest becomes 448, and k_pe unchanged. Or rows of 584 bytes (DeepSeek V4),
+        for tokens of 448 + 64 dims: numbers and k_pe, and behind all of a page 8 bytes for each token, of which 7 are
+        scales of 64 numbers each, the least powers of two such that none is beyond 448. Pages may have gaps between
+        them.
     slot_mapping: int64 [tokens], page * page_size + row in the page; negative: the token is not written. If it is
         shorter than kv_c, the last tokens are not written.
 
@@ -99,7 +103,6 @@ def _append(
     params = AppendLatentsParams(
         k_pe=k_pe.data_ptr(), ckv=kv_c.data_ptr(), cache=kv_cache.data_ptr(), cache_rows=rows.data_ptr(),
         kv_scale=divisor.data_ptr(), nnz=nnz, k_token_stride=k_pe.stride(0), ckv_token_stride=kv_c.stride(0),
-        page_bytes=kv_cache.stride(0) * kv_cache.element_size(), row_bytes=kv_cache.stride(1) * kv_cache.element_size(),
         rope_dim=k_pe.shape[1], latent_dim=kv_c.shape[1], num_pages=kv_cache.shape[0], page_size=kv_cache.shape[1],
         interleave=not is_neox, **row,
     )  # fmt: skip
@@ -124,7 +127,7 @@ def _launch(params: AppendLatentsParams, like: torch.Tensor) -> None:
     """Launch on torch's current stream, with the widest vectors that all addresses and strides allow."""
     slug = INPUTS[like.dtype]
     vector = max(n for n in OPERATIONS["append_latents"].widths[slug] if n == 1 or _allows(params, n, like.itemsize))
-    if params.scales_at and vector == 1 and on_cuda(like.device):
+    if params.scale_dims and vector == 1 and on_cuda(like.device):
         raise ValidationError(
             "kv_c, k_pe, q_pe, kv_cache: expected addresses and strides that are multiples of 16 bytes; call "
             ".contiguous() on them."
@@ -158,13 +161,14 @@ def _row(kv_cache: Any, dtype: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> d
     if dims[1] % 2:
         raise ValidationError(f"k_pe: expected an even number of dims, got {dims[1]}.")
     if dtype == _ROWS:
-        if not is_packed(cache) or dims != (LATENT_DIM, 64) or kv_c.dtype is not torch.bfloat16:
+        found = format_of(cache, sum(dims)) if cache.dim() == 3 else None
+        if found is None or dims != (found.latent_dims, 64) or kv_c.dtype is not torch.bfloat16:
             raise ValidationError(
-                f"kv_cache: expected rows of 656 bytes, of bfloat16 tokens of 512 + 64 dims, for {_ROWS!r}; got "
-                f"{list(cache.shape)} {cache.dtype} for tokens of {dims[0]} + {dims[1]} {kv_c.dtype}."
+                f"kv_cache: expected rows of 656 bytes, of bfloat16 tokens of 512 + 64 dims, or of 584, of 448 + 64 "
+                f"dims, for {_ROWS!r}; got {list(cache.shape)} {cache.dtype} for tokens of {dims[0]} + {dims[1]} "
+                f"{kv_c.dtype}."
             )
-        latents, rest, scales = (part.data_ptr() for part in cached_parts(cache, "kv_cache"))
-        return {"scales_at": scales - latents, "k_pe_at": rest - latents, "latent_type": 1, "k_pe_type": 0}
+        return found.fields(cache, "kv_cache") | {"latent_type": 1, "k_pe_type": 0}
     check_shape(cache, "kv_cache", {"num_pages": None, "page_size": None, "kv_lora_rank + rope_dim": sum(dims)})
     check_count(sum(dims) * kv_c.itemsize, "kv_c, k_pe", "bytes of a token")
     code, wanted = (0, kv_c.dtype) if dtype == "auto" else _EIGHT_BITS[dtype]
@@ -173,7 +177,10 @@ def _row(kv_cache: Any, dtype: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> d
             f"kv_cache: expected contiguous rows of {wanted} with kv_cache_dtype={dtype!r}, got {cache.dtype} with "
             f"strides {cache.stride()}."
         )
-    return {"scales_at": 0, "k_pe_at": dims[0] * cache.itemsize, "latent_type": code, "k_pe_type": code}
+    return {
+        "page_bytes": cache.stride(0) * cache.itemsize, "row_bytes": cache.stride(1) * cache.itemsize,
+        "k_pe_at": dims[0] * cache.itemsize, "latent_type": code, "k_pe_type": code,
+    }  # fmt: skip
 
 
 def _rows(slot_mapping: Any, kv_c: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,29 @@ class RowFormat(NamedTuple):
         """Bytes from a row to the next one, without scales behind the rows."""
         return self.row_bytes - self.scale_bytes * self.has_scales_behind
 
+    def fields(self, pages: torch.Tensor, name: str) -> dict[str, int]:
+        """The places in a cache [num_pages, page_size, bytes], as fields of appending. ValidationError if rows have
+        gaps where they may have none, or tokens are no multiple of 4 bytes apart.
+        """
+        page_bytes, row_bytes, contiguous = pages.stride()
+        if self.has_scales_behind and pages.shape[1] > 1 and row_bytes != self.row_bytes:
+            raise ValidationError(
+                f"{name}: expected pages without gaps in them, whose rows are {self.row_bytes} bytes apart, got "
+                f"strides {pages.stride()}."
+            )
+        row_bytes = self.step if self.has_scales_behind else row_bytes
+        if contiguous != 1 or pages.data_ptr() % 4 or page_bytes % 4 or row_bytes % 4:
+            raise ValidationError(
+                f"{name}: expected pages [num_pages, page_size, {self.row_bytes}] of bytes, rows contiguous and at "
+                f"multiples of 4 bytes, got {list(pages.shape)} with strides {list(pages.stride())}."
+            )
+        behind = self.has_scales_behind
+        return {
+            "page_bytes": page_bytes, "row_bytes": row_bytes, "k_pe_at": self.rest_at, "scale_dims": self.scale_dims,
+            "scales_at": self.step * pages.shape[1] if behind else self.latent_dims,
+            "scale_bytes": self.scale_bytes if behind else row_bytes, "has_powers": int(self.kind == _POWER_SCALES),
+        }  # fmt: skip
+
     @property
     def rest_at(self) -> int:
         """Bytes of a row before the rest of its key."""
@@ -88,13 +111,8 @@ class Chosen(NamedTuple):
             )
         if own is None and cache.dtype not in (dtype, *_BYTES):
             raise ValidationError(f"{self.name}: expected dtype {dtype} or 8 bits, got {cache.dtype}.")
-        if own is not None and own.has_scales_behind:
-            if page_size > 1 and row_bytes != own.row_bytes:
-                raise ValidationError(
-                    f"{self.name}: expected pages without gaps in them, whose rows are {own.row_bytes} bytes apart, "
-                    f"got strides {cache.stride()}."
-                )
-            row_bytes = own.step
+        places = {} if own is None else own.fields(cache, self.name)
+        row_bytes = places.get("row_bytes", row_bytes)
         if cache.data_ptr() % 16 or page_bytes % 16 or row_bytes % 16 or cache.stride(2) != 1:
             raise ValidationError(
                 f"{self.name}: expected an address, and pages and rows apart, that are multiples of 16 bytes, got "
@@ -108,9 +126,8 @@ class Chosen(NamedTuple):
             rows_of_len=1 if self.lens is None else self.indices.shape[0] // max(1, self.lens.shape[0]),
         )  # fmt: skip
         if own is not None:
-            params.latent_dims, params.rest_at, params.kind = own.latent_dims, own.rest_at, own.kind
-            params.scales_at = own.step * page_size if own.has_scales_behind else own.latent_dims
-            params.scale_bytes = own.scale_bytes if own.has_scales_behind else row_bytes
+            params.latent_dims, params.kind, params.rest_at = own.latent_dims, own.kind, places["k_pe_at"]
+            params.scales_at, params.scale_bytes = places["scales_at"], places["scale_bytes"]
             params.scale_dims = own.scale_dims
         return params
 

@@ -380,7 +380,8 @@ class AppendLatentsParams(ctypes.Structure):
         *((name, c_void_p) for name in ("pos_ids", "cos_sin_cache")),
         *((name, c_int64) for name in ("nnz", "q_token_stride", "q_head_stride", "k_token_stride")),
         *((name, c_int64) for name in ("ckv_token_stride", "cos_sin_stride", "page_bytes", "row_bytes")),
-        *((name, c_int32) for name in ("scales_at", "k_pe_at", "num_heads", "rope_dim", "latent_dim")),
+        *((name, c_int64) for name in ("scales_at", "scale_bytes")),
+        *((name, c_int32) for name in ("k_pe_at", "scale_dims", "has_powers", "num_heads", "rope_dim", "latent_dim")),
         *((name, c_int32) for name in ("num_pages", "page_size", "has_long_pos_ids", "num_positions", "interleave")),
         *((name, c_int32) for name in ("latent_type", "k_pe_type")),
     )

@@ -1,6 +1,6 @@
 // Appends latents of multi-head latent attention (MLA) to a paged cache. It rotates queries and the RoPE part of keys
-// in place, and writes that part and the latent into the cache, as 8-bit numbers or unchanged. Rows of 656 bytes have a
-// scale for each kTileDims dims of a latent.
+// in place, and writes that part and the latent into the cache, as 8-bit numbers or unchanged. FlashMLA's rows have a
+// scale for some dims of a latent: a float in the row, or a power of two of 8 bits behind the rows of the page.
 //
 // The kernel is limited by memory bandwidth: each number is read once and written once. The first threads of a token
 // each have a vector of its latent. Each of the others has two vectors whose dims are rotated as pairs, of two query
@@ -20,14 +20,16 @@ struct AppendLatentsParams {
   void* q_pe;                  // [nnz, num_heads, rope_dim] by strides; null: no heads
   void* k_pe;                  // [nnz, rope_dim] by stride
   const void* ckv;             // [nnz, latent_dim] by stride
-  void* cache;                 // [num_pages, page_size] rows of a latent, its scales if it has any, and k_pe
+  void* cache;                 // [num_pages, page_size] rows of a latent, its scales if they are there, and k_pe
   const int64_t* cache_rows;   // [nnz] page * page_size + token in page; negative: the token goes nowhere
   const float* kv_scale;       // [1], by which numbers of 8 bits without scales are divided
   const void* pos_ids;         // [nnz]
   const float* cos_sin_cache;  // [num_positions, rope_dim], cosines before sines; null: nothing turns
   int64_t nnz, q_token_stride, q_head_stride, k_token_stride, ckv_token_stride, cos_sin_stride;
   int64_t page_bytes, row_bytes;
-  int32_t scales_at, k_pe_at;  // in a row, in bytes; scales_at 0: there are none
+  int64_t scales_at, scale_bytes;  // bytes from a page to its first row's scales, and on to the next row's
+  int32_t k_pe_at;                 // in a row, in bytes
+  int32_t scale_dims, has_powers;  // dims with a common scale, 0: there are none; whether scales are powers of two
   int32_t num_heads, rope_dim, latent_dim;
   int32_t num_pages, page_size;
   int32_t has_long_pos_ids;  // 64 bits
@@ -79,46 +81,70 @@ struct AppendLatents {
   QUIRE_HD static int groups_of_queries(const AppendLatentsParams& p) { return ceil_div(p.num_heads, kHeads); }
   QUIRE_HD static int threads_of_heads(const AppendLatentsParams& p) { return (groups_of_queries(p) + 1) * units(p); }
 
-  // The token's row of the cache; null if it goes nowhere.
-  QUIRE_HD static unsigned char* row_of(const AppendLatentsParams& p, int64_t token) {
+  // The token's row of the cache, and its scales; null if it goes nowhere.
+  struct Row {
+    unsigned char *numbers, *scales;
+  };
+  QUIRE_HD static Row row_of(const AppendLatentsParams& p, int64_t token) {
     const int64_t at = p.cache_rows[token];
-    if (at < 0 || at >= static_cast<int64_t>(p.num_pages) * p.page_size) return nullptr;
+    if (at < 0 || at >= static_cast<int64_t>(p.num_pages) * p.page_size) return {nullptr, nullptr};
     const int64_t page =
         at < 1ll << 32 ? static_cast<uint32_t>(at) / static_cast<uint32_t>(p.page_size) : at / p.page_size;
-    return static_cast<unsigned char*>(p.cache) + page * p.page_bytes + (at - page * p.page_size) * p.row_bytes;
+    unsigned char* begin = static_cast<unsigned char*>(p.cache) + page * p.page_bytes;
+    const int64_t in_page = at - page * p.page_size;
+    return {begin + in_page * p.row_bytes, begin + p.scales_at + in_page * p.scale_bytes};
   }
 
   QUIRE_HD static void append_latent(const AppendLatentsParams& p, int64_t token, int thread) {
     const T* latent = static_cast<const T*>(p.ckv) + token * p.ckv_token_stride;
+    // With scales the lanes of a warp stay together, also beyond the latent's last dim.
+    const int end = p.scale_dims != 0 ? static_cast<int>(round_up(p.latent_dim, kLatentThreads * kVec)) : p.latent_dim;
 #pragma unroll 1
-    for (int dim = thread * kVec; dim < p.latent_dim; dim += kLatentThreads * kVec) {
-      const Vector<T> in = *reinterpret_cast<const Vector<T>*>(latent + dim);
-      unsigned char* row = row_of(p, token);
-      if (row == nullptr) return;
+    for (int dim = thread * kVec; dim < end; dim += kLatentThreads * kVec) {
+      const bool exists = dim < p.latent_dim;
+      Vector<T> in = {};
+      if (exists) in = *reinterpret_cast<const Vector<T>*>(latent + dim);
+      const Row row = row_of(p, token);
+      if (row.numbers == nullptr) return;
       float x[kVec];
       for (int c = 0; c < kVec; ++c) x[c] = to_float(in.x[c]);
       float by = *p.kv_scale;
-      if (p.scales_at != 0) {
-        by = tile_scale(x, latent, dim);
-        if (dim % kTileDims == 0) *reinterpret_cast<float*>(row + p.scales_at + dim / kTileDims * 4) = by;
-      }
-      write(p.latent_type, x, by, row, dim);
+      if (p.scale_dims != 0) by = tile_scale(p, x, latent, dim);
+      if (!exists) continue;
+      if (p.scale_dims != 0 && dim % p.scale_dims == 0) write_scale(p, row.scales, dim / p.scale_dims, by);
+      write(p.latent_type, x, by, row.numbers, dim);
     }
   }
 
-  // What the largest number of the tile of dim `dim` is divided by to become the largest e4m3. x: this thread's
-  // numbers; those of the tile's other threads are in their registers, which are neighbours.
-  QUIRE_HD static float tile_scale(const float (&x)[kVec], [[maybe_unused]] const T* latent, [[maybe_unused]] int dim) {
-    constexpr float kLargest = 448.f, kLeast = 1.17549435e-38f;
+  // What the largest number of the tile of dim `dim` is divided by to become the largest e4m3, or a power of two above
+  // that, as FlashMLA rounds it. x: this thread's numbers; those of the tile's other threads are in their registers,
+  // which are neighbours.
+  QUIRE_HD static float tile_scale(const AppendLatentsParams& p, const float (&x)[kVec],
+                                   [[maybe_unused]] const T* latent, [[maybe_unused]] int dim) {
+    constexpr float kLargest = 448.f, kLeast = 1.17549435e-38f, kLeastPower = 1e-4f;
     float top = 0.f;
     const auto raise = [&](float value) { top = max(value < 0.f ? -value : value, top); };  // NaN raises nothing
 #ifdef __CUDA_ARCH__
     for (int c = 0; c < kVec; ++c) raise(x[c]);
-    for (int i = kTileDims / kVec / 2; i > 0; i /= 2) raise(__shfl_xor_sync(0xffffffffu, top, i));
+    for (int i = p.scale_dims / kVec / 2; i > 0; i /= 2) raise(__shfl_xor_sync(0xffffffffu, top, i));
 #else
-    for (int d = dim / kTileDims * kTileDims, end = d + kTileDims; d < end; ++d) raise(to_float(latent[d]));
+    static_cast<void>(x);
+    for (int d = dim / p.scale_dims * p.scale_dims, end = min(d + p.scale_dims, p.latent_dim); d < end; ++d)
+      raise(to_float(latent[d]));
 #endif
-    return max(top / kLargest, kLeast);
+    if (p.has_powers == 0) return max(top / kLargest, kLeast);
+    const uint32_t bits = __builtin_bit_cast(uint32_t, max(top / kLargest, kLeastPower));
+    return __builtin_bit_cast(float, min<uint32_t>((bits + 0x7fffffu) >> 23, 254u) << 23);
+  }
+
+  // Of tile i. Behind the last of the powers is a byte of no use, which becomes 0.
+  QUIRE_HD static void write_scale(const AppendLatentsParams& p, unsigned char* scales, int i, float scale) {
+    if (p.has_powers == 0) {
+      reinterpret_cast<float*>(scales)[i] = scale;
+      return;
+    }
+    scales[i] = static_cast<unsigned char>(__builtin_bit_cast(uint32_t, scale) >> 23);
+    if ((i + 1) * p.scale_dims >= p.latent_dim) scales[i + 1] = 0;
   }
 
   QUIRE_HD static void turn_heads(const AppendLatentsParams& p, int64_t token, int thread) {
@@ -130,7 +156,7 @@ struct AppendLatents {
       turn<kHeads>(p, token, unit, q, min(kHeads, p.num_heads - group * kHeads), nullptr);
     } else if (group == groups_of_queries(p)) {
       T* k = static_cast<T*>(p.k_pe) + token * p.k_token_stride;
-      turn<1>(p, token, unit, k, 1, row_of(p, token));
+      turn<1>(p, token, unit, k, 1, row_of(p, token).numbers);
     }
   }
 
