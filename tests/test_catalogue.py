@@ -227,6 +227,7 @@ def test_masks_of_the_command_line():
         "cascade": False,
         "prefix": False,
         "tile_scales": False,
+        "max_logits": False,
         "timed": False,
     }
     assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True, **none}

@@ -113,11 +113,8 @@ class Chosen(NamedTuple):
             raise ValidationError(f"{self.name}: expected dtype {dtype} or 8 bits, got {cache.dtype}.")
         places = {} if own is None else own.fields(cache, self.name)
         row_bytes = places.get("row_bytes", row_bytes)
-        if cache.data_ptr() % 16 or page_bytes % 16 or row_bytes % 16 or cache.stride(2) != 1:
-            raise ValidationError(
-                f"{self.name}: expected an address, and pages and rows apart, that are multiples of 16 bytes, got "
-                f"{cache.data_ptr():#x} and strides {cache.stride()}."
-            )
+        if cache.stride(2) != 1:
+            raise ValidationError(f"{self.name}: expected contiguous rows, got strides {cache.stride()}.")
         params = LatentCache(
             pages=cache.data_ptr(), indices=self.indices.data_ptr(),
             lens=None if self.lens is None else self.lens.data_ptr(), indices_stride=self.indices.stride(0),
@@ -165,8 +162,14 @@ def gather_chosen(caches: Sequence[Chosen], dims: int, dtype: torch.dtype) -> tu
         params.caches[i] = chosen.params(dims, dtype)
     if rows * top_k:
         slug = dtype_of(dtype, "q").slug
-        (vector,) = OPERATIONS["gather_latents"].widths[slug]
+        narrow, wide = OPERATIONS["gather_latents"].widths[slug]
+        vector = wide if all(map(_has_vectors, params.caches[: len(caches)])) else narrow
         module = get_module(OperationKey("gather_latents", target_of(device), slug, vector).spec())
         grid = row_grid(rows * top_k, dims // vector)
         launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)
     return keys, table
+
+
+def _has_vectors(cache: LatentCache) -> bool:
+    """Whether rows, and the rest of keys in them, lie at multiples of 16 bytes."""
+    return not any(place % 16 for place in (cache.pages, cache.page_bytes, cache.row_bytes, cache.rest_at))

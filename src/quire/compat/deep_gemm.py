@@ -67,7 +67,8 @@ def fp8_mqa_logits(
     keys, scales = check_tensor(kv[0], "kv[0]"), check_tensor(kv[1], "kv[1]")
     check_shape(keys, "kv[0]", {"seq_len_kv": None, "head_dim": head_dim})
     check_shape(scales, "kv[1]", {"seq_len_kv": keys.shape[0]})
-    _check_type(keys, "kv[0]", _E4M3, q.device), _check_type(scales, "kv[1]", torch.float32, q.device)
+    _check_type(keys, "kv[0]", _E4M3, q.device)
+    _check_type(scales, "kv[1]", torch.float32, q.device)
     begins = _lengths(cu_seq_len_k_start, "cu_seq_len_k_start", rows, q.device)
     ends = _lengths(cu_seq_len_k_end, "cu_seq_len_k_end", rows, q.device)
     width = check_positive(max_seqlen_k, "max_seqlen_k") if max_seqlen_k else keys.shape[0]
@@ -194,7 +195,7 @@ def _parts(kv_cache: torch.Tensor, head_dim: int, device: torch.device) -> tuple
     pages = kv_cache.view(torch.uint8).as_strided((num_blocks, size * row), (kv_cache.stride(0), 1))
     keys, scales = pages[:, : size * head_dim], pages[:, size * head_dim :]
     try:
-        return keys.unflatten(1, (size, head_dim)).view(_E4M3), scales.view(torch.float32)
+        return keys.view(num_blocks, size, head_dim).view(_E4M3), scales.view(torch.float32)
     except RuntimeError as error:  # pages that are no multiple of 4 bytes apart
         raise ValidationError(
             f"kv_cache: expected pages at multiples of 4 bytes, got strides {kv_cache.stride()} and an offset of "
@@ -234,7 +235,7 @@ def _score(
             "q, kv_cache: expected addresses, and pages apart, that are multiples of 16 bytes; got "
             f"{q.data_ptr():#x}, {keys.data_ptr():#x} and {params.key_page_bytes}."
         )
-    module = get_module(OperationKey("mqa_logits", target_of(q.device), "", 4 if num_heads <= _FEW_HEADS else 8).spec())
+    module = get_module(OperationKey("mqa_logits", target_of(q.device), "", 1 if num_heads <= _FEW_HEADS else 2).spec())
     launch(module, ctypes.addressof(params), q.device, grid=rows * parts, block=PARALLEL_THREADS, smem=MQA_LOGITS_SMEM)
 
 

@@ -224,7 +224,8 @@ class _Call(NamedTuple):
         heads = k_cache.shape[2]
         if not heads or num_heads % heads:
             raise ValidationError(f"k_cache: expected a divisor of the {num_heads} heads of q, got {heads} heads.")
-        q, cache = self.q.unflatten(2, (heads, num_heads // heads)).transpose(1, 2), k_cache.squeeze(2)
+        q = self.q.reshape(batch, q_len, heads, num_heads // heads, dims).transpose(1, 2)
+        cache = k_cache.squeeze(2)
         if heads > 1:  # each with its queries is a request of its own, in pages of its own
             cache, tables = _by_heads(k_cache, tables)
             lens = lens.repeat_interleave(heads)

@@ -65,7 +65,6 @@ def _header(name: str) -> str:
 _ONE = {"": (1,)}
 _STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
 _HEADS = {"fp32": (1, 4), "fp16": (1, 8), "bf16": (1, 8)}
-_ROWS = {"fp32": (4,), "fp16": (8,), "bf16": (8,)}
 _ROPE = (("kHeads", HEADS_OF_THREAD), ("kTurns", TURNS_OF_TOKENS))
 _BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
@@ -94,9 +93,9 @@ OPERATIONS: dict[str, Operation] = {
             "append_latents", _header("append_latents.h"), "AppendLatents", AppendLatentsParams, _HEADS,
             asserts=(("kHeads", LATENT_HEADS), ("kLatentThreads", LATENT_THREADS)),
         ),
-        Operation("gather_latents", _header("gather_latents.h"), "GatherLatents", GatherLatentsParams, _ROWS),
+        Operation("gather_latents", _header("gather_latents.h"), "GatherLatents", GatherLatentsParams, _HEADS),
         Operation(
-            "mqa_logits", _header("mqa_logits.h"), "MqaLogits", MqaLogitsParams, {"": (4, 8)},
+            "mqa_logits", _header("mqa_logits.h"), "MqaLogits", MqaLogitsParams, {"": (1, 2)},
             asserts=(("kSmemBytes", MQA_LOGITS_SMEM),),
         ),
         Operation(

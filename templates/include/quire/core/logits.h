@@ -106,8 +106,9 @@ QUIRE_HD float returned_lse(float lse, const Params& p, const RowTile& tile, int
   return (lse + slope * kLog2e * static_cast<float>(tile.kv_len - tile.qo_len)) * p.lse_unit;
 }
 
-// Stores what is returned of a row beside its result: its lse; with kMaxLogits as the first of two numbers, of which the second one is the largest of the
-// row's logits, in the same unit. m, d: its maximum and denominator, without sinks.
+// Stores what is returned of a row beside its result: its lse; with kMaxLogits as the first of two numbers, of which
+// the second one is the largest of the row's logits, in the same unit. m, d: its maximum and denominator, without
+// sinks.
 template <class V, class Params>
 QUIRE_HD void store_statistics(const Params& p, const RowTile& tile, int64_t token, int head, float lse, float m,
                                float d) {

@@ -228,7 +228,7 @@ struct AttentionFa3Fp8Params : AttentionFa3Params {
 struct AttentionMlaFa3Params : AttentionFa3Params {
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   int64_t q_nope_token_stride, q_nope_head_stride;
-  int32_t num_pages;  // where tokens are gathered: page numbers below 0 or from here on are of no token
+  int32_t num_pages;       // where tokens are gathered: page numbers below 0 or from here on are of no token
   FastDivisor cache_page;  // as in AttentionMlaParams
   // As in AttentionMlaParams.
   const float* ckv_scales;

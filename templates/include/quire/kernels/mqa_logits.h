@@ -3,10 +3,10 @@
 //
 // Decode is limited by reading the keys, prefill by the tensor cores. Keys are the rows of the products and heads their
 // columns. A warp has 16 keys at a time: its lanes copy 64 bytes each, through a ring of their own in shared memory,
-// and the queries of up to 64 heads stay in registers. Numbers become fp16 on their way to the tensor cores, whose products
-// of fp16 are added up in float32 exactly, while products of 8 bits are added up with about 14 bits. All dims of a head
-// may come in any order, if it is the same for queries and keys: lane l % 4 has bytes 16 * (l % 4) to + 15, and those
-// 64 bytes further.
+// and the queries of up to 64 heads stay in registers. Numbers become fp16 on their way to the tensor cores, whose
+// products of fp16 are added up in float32 exactly, while products of 8 bits are added up with about 14 bits. All dims
+// of a head may come in any order, if it is the same for queries and keys: lane l % 4 has bytes 16 * (l % 4) to + 15,
+// and those 64 bytes further.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
@@ -20,22 +20,22 @@
 namespace quire {
 
 struct MqaLogitsParams {
-  const void* q;         // [num_rows, num_heads, head_dim] e4m3, by strides
-  const void* keys;      // pages [num_pages, page_size, head_dim] e4m3, key_page_bytes apart
-  const void* scales;    // [num_pages, page_size] float, scale_page_bytes apart
-  const float* weights;  // [num_rows, num_heads], weights_stride apart
-  const int32_t* pages;  // [num_requests, any] page numbers, pages_stride apart; null: all keys are in page 0
+  const void* q;          // [num_rows, num_heads, head_dim] e4m3, by strides
+  const void* keys;       // pages [num_pages, page_size, head_dim] e4m3, key_page_bytes apart
+  const void* scales;     // [num_pages, page_size] float, scale_page_bytes apart
+  const float* weights;   // [num_rows, num_heads], weights_stride apart
+  const int32_t* pages;   // [num_requests, any] page numbers, pages_stride apart; null: all keys are in page 0
   const int32_t* begins;  // [num_rows] the first key of a row; null: 0
   const int32_t* ends;    // [num_rows], or, with lengths_are_shared, [num_requests] the end of the last row's keys
   float* logits;          // [num_rows, width], logits_stride apart
   int64_t q_row_bytes, q_head_bytes, key_page_bytes, scale_page_bytes;
   int64_t weights_stride, pages_stride, logits_stride;
-  FastDivisor page;         // page_size
-  FastDivisor request;      // rows of a request
-  FastDivisor parts;        // that the columns of a row are divided into
+  FastDivisor page;     // page_size
+  FastDivisor request;  // rows of a request
+  FastDivisor parts;    // that the columns of a row are divided into
   int32_t num_rows, num_heads, head_dim, num_pages, width;
-  int32_t num_keys;         // that a row has at most
-  int32_t part_columns;     // of a part
+  int32_t num_keys;            // that a row has at most
+  int32_t part_columns;        // of a part
   int32_t lengths_are_shared;  // a row of a request sees one key less than the next row
   int32_t is_shifted;          // column 0 is of the row's first key, not of key 0
   int32_t is_clean;            // columns of no key of the row become -inf
@@ -49,7 +49,7 @@ struct MqaLogits {
 #else
   static constexpr bool kHoldsKeys = true;
 #endif
-  static constexpr int kBlocks = kHoldsKeys ? Variant::kVec : min(Variant::kVec, 4);  // of 8 heads, at a time
+  static constexpr int kBlocks = kHoldsKeys ? 4 * Variant::kVec : 4;  // of 8 heads, at a time
   static constexpr int kHeads = 8 * kBlocks;
   static constexpr int kMostDims = 128;
   static constexpr int kThreads = kParallelThreads, kMinCtas = 1;
@@ -163,18 +163,17 @@ struct MqaLogits {
     for (; at < last; at += kWarps * kKeys, stage = (stage + 1) % kStages) {
       ptx::cp_async_wait<kStages - 1>();
       __syncwarp();
-      const float scale[2] = {ptx::ld_shared(scale_slot(stage, lane / 4)),
-                              ptx::ld_shared(scale_slot(stage, lane / 4 + 8))};
+      const float scale[2] = {ptx::ld_shared(scale_at(stage, lane / 4)), ptx::ld_shared(scale_at(stage, lane / 4 + 8))};
       float sum[2];
       if constexpr (kHoldsKeys) {
         uint4 keys[2][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) keys[i / 2][i % 2] = ptx::ld_shared_16(slot(stage, i / 2, i % 2));
+        for (int i = 0; i < 4; ++i) keys[i / 2][i % 2] = ptx::ld_shared_16(key_at(stage, i / 2, i % 2));
         __syncwarp();
         copy(at + kStages * (kWarps * kKeys), last, stage);
         multiply(sum, [&](int h, int half) { return keys[h][half]; });
       } else {
-        multiply(sum, [&](int h, int half) { return ptx::ld_shared_16(slot(stage, h, half)); });
+        multiply(sum, [&](int h, int half) { return ptx::ld_shared_16(key_at(stage, h, half)); });
         __syncwarp();
         copy(at + kStages * (kWarps * kKeys), last, stage);
       }
@@ -221,10 +220,10 @@ struct MqaLogits {
   QUIRE_DEVICE static uint32_t word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
   // Of this lane's 16 bytes of key lane / 4 + 8 * h.
-  QUIRE_DEVICE uint32_t slot(int stage, int h, int half) const {
+  QUIRE_DEVICE uint32_t key_at(int stage, int h, int half) const {
     return ring_ + stage * kStageBytes + (h * 2 + half) * 512 + threadIdx.x % 32 * 16;
   }
-  QUIRE_DEVICE uint32_t scale_slot(int stage, int key) const {
+  QUIRE_DEVICE uint32_t scale_at(int stage, int key) const {
     return ring_ + stage * kStageBytes + kKeys * kMostDims + key * 4;
   }
 
@@ -241,11 +240,11 @@ struct MqaLogits {
       for (int half = 0; half < 2; ++half) {
         const int byte = half * 64 + lane % 4 * 16;
         const bool exists = place.key >= 0 && byte < p_.head_dim;
-        ptx::cp_async_16(slot(stage, h, half), from + (exists ? byte : 0), exists ? 16 : 0);
+        ptx::cp_async_16(key_at(stage, h, half), from + (exists ? byte : 0), exists ? 16 : 0);
       }
       if (lane % 4 == 0) {
         const auto* scale = static_cast<const unsigned char*>(p_.scales) + max<int64_t>(place.scale, 0);
-        ptx::cp_async_4(scale_slot(stage, lane / 4 + 8 * h), scale, place.scale >= 0 ? 4 : 0);
+        ptx::cp_async_4(scale_at(stage, lane / 4 + 8 * h), scale, place.scale >= 0 ? 4 : 0);
       }
     }
     ptx::cp_async_commit();

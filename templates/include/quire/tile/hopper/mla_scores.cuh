@@ -20,7 +20,7 @@ class MlaScores {
     uint32_t q[Cta::kHeldSteps][4];
     WarpgroupSoftmax softmax;
     float most[V::kMaxLogits != 0 ? 2 : 1];  // with kMaxLogits: the largest logits of this lane's part of its rows
-    uint32_t weights[Cta::kTileKv / 4];  // of the latest KV tile, two a register
+    uint32_t weights[Cta::kTileKv / 4];      // of the latest KV tile, two a register
     int num_missing;      // of its tokens, from the last on: values to be cleared; gathered: not 0 if any
     uint32_t weights_to;  // where this lane stores its first ones in the first stage
   };
