@@ -317,6 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts, began = [], time.monotonic()
     for seed, verdict in run(options.calls, options.seed, generators):
         verdicts.append((seed, verdict))
+        if not verdict.is_fine:
+            print(failures(verdicts[-1:]), file=sys.stderr, flush=True)
         if len(verdicts) % 200 == 0:
             bad = sum(not v.is_fine for _, v in verdicts)
             print(

@@ -120,7 +120,7 @@ def environment(directory: Path) -> dict[str, str]:
         "SANITIZE_REPORTS": str(directory / "reports" / "undefined"),
         "SANITIZE_VARIANTS": str(directory / "variants"),
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests", ROOT / "src"))),  # before what is installed
         "QUIRE_CXX": str(compiler()),
         "TESTS_CACHE_DIR": str(BUILD / "cache"),
     }
