@@ -241,3 +241,6 @@ def test_what_is_refused():
         quire.flex_attention(q, k[:, :2], v[:, :2])
     with pytest.raises(quire.ValidationError, match="value: expected the dtype"):
         quire.flex_attention(q, k, v.half())
+    for value in (b"bytes", None, 1):  # where the functions are known, too
+        with pytest.raises(quire.ValidationError, match=r"value: expected a torch.Tensor"):
+            quire.flex_attention(q, k, value)

@@ -87,7 +87,7 @@ def flex_attention(
         )
     traced = _known_trace(score_mod, getattr(block_mask, "mask_mod", None), query, key)
     is_plain = type(enable_gqa) is type(return_lse) is bool and type(scale) in (float, int, type(None))
-    if traced is None or kernel_options is not None or not is_plain:
+    if traced is None or type(value) not in _TENSORS or kernel_options is not None or not is_plain:
         return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     options = traced.key, scale, type(scale), enable_gqa, return_lse
     return repeated(
