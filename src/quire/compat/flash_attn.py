@@ -10,7 +10,8 @@ functions:
 - causal: the last query sees the last key (bottom-right). Queries that see no key give zeros, and an lse of -inf.
 - window_size=(left, right): how many keys to the left and right of its position a query sees; -1: all. With causal,
   right is 0.
-- softcap: c > 0 replaces each scaled logit x by c * tanh(x / c). softmax_scale: None is 1 / sqrt(head_dim).
+- softcap: c > 0 replaces each scaled logit x by c * tanh(x / c); 0 or None: no cap. softmax_scale: None is
+  1 / sqrt(head_dim).
 - alibi_slopes: only those of the ALiBi paper, float32 [num_heads] or [batch, num_heads], and only if no query sees keys
   to its right. Slopes on a GPU are copied to the host, which waits for the GPU.
 - s_aux: [num_heads] logits (natural logarithm) that are added to each denominator (attention sinks), as in vLLM's
