@@ -121,7 +121,7 @@ def test_what_cannot_be_replayed_is_counted(tmp_path: Path) -> None:
 
 def test_nothing_is_recorded_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.spec.AttentionSpec.record", lambda *_: pytest.fail("it was described"))
-    monkeypatch.setattr("quire.jit._recorded", set())
+    monkeypatch.setattr("quire.jit.recorded", set())
     attend([5], [41])
 
 

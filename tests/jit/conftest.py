@@ -44,7 +44,7 @@ def reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put this process where a new one starts."""
     monkeypatch.setattr(jit, "_modules", {})
     monkeypatch.setattr(stores, "_stores", {})
-    monkeypatch.setattr(jit, "_recorded", set())
+    monkeypatch.setattr(jit, "recorded", set())
     monkeypatch.setattr(jit, "_sealed", False)
     monkeypatch.setattr(stores, "_private_store", None)
     monkeypatch.setattr(jit, "_record_to", None)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire import jit
 from quire.engine import rope_prologue, upcast
 from quire.engine.device import OwnWorkspace, Workspace, on_cuda, partials_bytes
 from quire.engine.device_planner import make_plan_on_device
@@ -25,7 +26,6 @@ from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec, within_limits
 from quire.engine.tensors import PagedCache
 from quire.errors import CacheMissError, PlanError, UnsupportedError
-from quire.jit import cache_miss, has_recorded
 from quire.kernels import PIN, Decision
 from quire.kernels.features import KVLayout, PosEncodingMode
 
@@ -71,8 +71,8 @@ class Attention(PlannedRun):
             self._plan_options = options
             self._plan = self._make_plan(workspace)
         except CacheMissError:
-            raise cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
-        if has_recorded():
+            raise jit.cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
+        if jit.recorded:
             spec.record(self.decision, layout, self._device)
         if note:
             self._plan.note = f"{note}; {self._plan.note}" if self._plan.note else note

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CudaModule", "Entry", "HostModule", "Launch", "Manifest", "Module", "Spec", "Store", "Struct", "build",
-    "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module", "has_recorded",
+    "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module",
     "host_target", "is_obtainable", "is_recording", "load", "lookup", "prebuilt_stores", "record", "record_batch",
     "record_use", "render_unit", "request_parts", "seal", "sealed", "stop_compilers", "supported_cuda_targets",
     "user_store", "without_matrix_unit",
@@ -73,7 +73,8 @@ Status = Literal["hit", "built"]
 
 _guard = threading.Lock()
 _modules: dict[tuple[Spec, Path | None], Module] = {}
-_recorded: set[tuple[Path, str]] = set()
+#: What this process has recorded. A plan looks whether there is anything, as it has no time for more.
+recorded: set[tuple[Path, str]] = set()
 _record_to: Path | None = None
 _sealed = False
 
@@ -381,11 +382,6 @@ def is_recording() -> bool:
     return (_record_to or config.record_path()) is not None
 
 
-def has_recorded() -> bool:
-    """Whether this process has recorded anything: what a plan asks, which has no time for more."""
-    return bool(_recorded)
-
-
 def record_use(spec: Spec) -> None:
     """Append a variant to the manifest, if recording: one that is used, or that a call of the same kind may use."""
     texts = {name: value for name, value in spec.fields if name == "expression"}  # the slug has only its digest
@@ -402,9 +398,9 @@ def _record(key: str, describe: Callable[[], Mapping[str, Any]]) -> None:
     if path is None:
         return
     with _guard:
-        if (path, key) in _recorded:
+        if (path, key) in recorded:
             return
-        _recorded.add((path, key))
+        recorded.add((path, key))
     line = json.dumps(describe()) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
