@@ -301,7 +301,7 @@ def test_fewer_heads_in_graphs(device):
 
 def test_a_small_workspace_means_fewer_partitions(monkeypatch):
     """Not an error: whole row tiles need none."""
-    monkeypatch.setattr("quire.engine.planner.max_ctas", lambda device, min_ctas: 132)
+    monkeypatch.setattr("quire.engine.planner.get_num_threads", lambda: 132)
     p = Problem((1, 1), (3000, 700), num_qo_heads=8, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16)
     cache = p.paged(16)
     for num_bytes, partitions in ((1 << 16, r"[1-9]\d*"), (16, "0")):

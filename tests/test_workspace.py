@@ -88,7 +88,7 @@ def check_one_byte_less(wrapper: object, arguments: tuple[object, ...], options:
 
 
 def test_exactly_what_is_needed(monkeypatch):
-    monkeypatch.setattr("quire.engine.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
+    monkeypatch.setattr("quire.engine.planner.get_num_threads", lambda: GPU_CTAS)
     needs = [check(seed) for seed in range(1_500)]
     assert sum(need > LEAST for need in needs) > 150 and len(set(needs)) > 20
 
@@ -113,7 +113,7 @@ def test_for_graphs_too():
 
 def test_wrappers_that_share_a_workspace_on_the_cpu_have_memory_of_their_own(monkeypatch):
     """Runs of two wrappers on two threads would write one another's partial results."""
-    monkeypatch.setattr("quire.engine.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
+    monkeypatch.setattr("quire.engine.planner.get_num_threads", lambda: GPU_CTAS)
     shared = torch.zeros(64 << 20, dtype=torch.uint8)
     wrappers = [quire.BatchDecodeWithPagedKVCacheWrapper(shared) for _ in range(2)]
     for wrapper in wrappers:

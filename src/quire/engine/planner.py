@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import get_num_threads
 
 from quire.engine.checks import check_same_device, check_shape, check_tensor
 from quire.engine.device import (
@@ -162,7 +163,7 @@ def _template_for(
         decision.loaded[device] = load(decision.spec, device)
     (module, ctas), capacity = decision.loaded[device], 0
     if isinstance(module, HostModule):
-        ctas = torch.get_num_threads()  # which a program may change
+        ctas = get_num_threads()  # which a program may change
     if graph is not None:
         rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
