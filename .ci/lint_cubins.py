@@ -34,6 +34,7 @@ TENSOR_CORE = {
     "attention_mla_decode": re.compile(r"\bHGMMA\."),
     "attention_mla_fa2": re.compile(r"\bHMMA\."),
     "attention_mla_fa3": re.compile(r"\bHGMMA\."),
+    "mqa_logits": re.compile(r"\bHMMA\."),
     "pod": re.compile(r"\bHGMMA\."),
 }
 

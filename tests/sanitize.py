@@ -52,7 +52,8 @@ DESELECTED = (
 TARGETS: dict[str, tuple[str, ...]] = {
     "": (),
     "x86-64-v3": (
-        *("test_cascade.py", "test_cascade_launch.py", "test_decode.py", "test_fp8.py", "test_head_dims.py"),
+        *("test_cascade.py", "test_cascade_launch.py", "test_decode.py", "test_deep_gemm.py", "test_flash_mla_rows.py"),
+        *("test_fp8.py", "test_head_dims.py"),
         *("test_latent_append.py", "test_mla.py", "test_packed_latents.py", "test_page.py", "test_page_selection.py"),
         *("test_positions.py", "test_prefill.py", "test_quantization.py", "test_rope.py", "test_rope_append.py"),
         *("test_schedule.py", "test_token_selection.py", "test_variants.py", "test_widen_ahead.py"),

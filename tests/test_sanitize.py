@@ -19,6 +19,8 @@ TESTS = (
     "test_decode.py::test_cache_forms[cpu-quire:cpu-float32-NHD-tensor]",
     "test_cascade.py::test_merge_state[cpu-float32-(1, 1, 64)]",
     "test_cascade.py::test_merge_states[cpu-float32-(7, 4, 128)-17]",
+    "test_deep_gemm.py::test_chosen_tokens[cpu]",
+    "test_flash_mla_rows.py::test_rows_of_584_bytes_at_any_address[cpu]",
     "test_latent_append.py::test_rows_of_656_bytes[cpu-contiguous]",
     "test_mla.py::test_heads[cpu-quire:cpu-float32-1]",
     "test_page.py::test_append[cpu-float32-1-NHD-tensor]",
