@@ -291,7 +291,7 @@ def test_fewer_heads_in_graphs(device):
         plan_decode(wrapper, wide, cache)
         wide.check(wrapper.forward(wide.q, cache.kv))
         narrow.check(wrapper.forward(narrow.q, narrow.paged(PAGE_SIZE).kv, sm_scale=0.2))
-        (held,) = wrapper._attention._narrowed.values()
+        (held,) = wrapper._attention._by_heads.values()
         replays.append(held._plan._params.num_ctas)
     assert len(set(replays)) == 1
 
