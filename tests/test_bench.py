@@ -18,6 +18,8 @@ import quire
 from quire import cli
 from quire.cli.aot import read_manifest
 from quire.cli.bench import Row, Worker, _judge, measure, order_bound, read_batches
+from quire.engine.schedule import Lengths
+from quire.engine.spec import _grouped
 from quire.errors import ValidationError
 
 #: A version whose run() takes 5 % more processor time.
@@ -255,3 +257,15 @@ def test_a_wrong_interpreter_is_named(record: Path, capsys: pytest.CaptureFixtur
     assert "expected a file of --save" in capsys.readouterr().err
     assert cli.main(["bench", "--recorded", str(record), "--against", "/bin/true"]) == 2
     assert "expected an interpreter that imports torch and quire" in capsys.readouterr().err
+
+
+def test_lengths_that_a_device_knows_are_recorded(tmp_path: Path) -> None:
+    """On the CPU they are on the host: the planner of a GPU's lengths is asked directly."""
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    of_tokens = Lengths(torch.tensor([50, 3], dtype=torch.int32), table, qo_len=2, page_size=16)
+    assert _grouped(of_tokens) == [[1, 2, 50], [1, 2, 3]]
+    assert _grouped(of_tokens._replace(kv_lens=None)) == [[2, 2, 64]]
+    rows = of_tokens._replace(qo_indptr=torch.tensor([0, 3, 4], dtype=torch.int32), num_rows=4)
+    assert _grouped(rows) == [[1, 3, 50], [1, 1, 3]]
+    ragged = Lengths(None, None, 0, 0, qo_indptr=rows.qo_indptr, kv_indptr=torch.tensor([0, 9, 11]), num_tokens=11)
+    assert _grouped(ragged) == [[1, 3, 9], [1, 1, 2]]

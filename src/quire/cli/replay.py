@@ -39,12 +39,13 @@ class Batch:
     def _offsets(self, lens: Iterable[int]) -> Any:
         import torch
 
-        return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
 
     def _page_numbers(self) -> Any:
         import torch
 
-        return torch.randperm(sum(self._pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+        numbers = torch.Generator("cpu").manual_seed(0)
+        return torch.randperm(sum(self._pages), generator=numbers, dtype=torch.int32, device="cpu")
 
     def _options(self) -> dict[str, Any]:
         b = self._batch
@@ -63,17 +64,16 @@ class Batch:
 
         b, options = self._batch, self._options()
         pages = self._offsets(self._pages), self._page_numbers()
-        last = torch.tensor(
-            [kv - (n - 1) * b["page_size"] if n else 0 for n, kv in zip(self._pages, self._kv, strict=True)]
-        )
+        lens = [kv - (n - 1) * b["page_size"] if n else 0 for n, kv in zip(self._pages, self._kv, strict=True)]
+        last = torch.tensor(lens, dtype=torch.int32, device="cpu")
         heads = b["num_qo_heads"], b["num_kv_heads"]
         if b["uniform"] and set(self._qo) == {1} and b["head_dim_qk"] == b["head_dim_vo"]:
             wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, b["layout"])
             options.pop("causal")
-            wrapper.plan(*pages, last.to(torch.int32), *heads, b["head_dim_qk"], b["page_size"], **options)
+            wrapper.plan(*pages, last, *heads, b["head_dim_qk"], b["page_size"], **options)
             return wrapper
         prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, b["layout"])
-        prefill.plan(self._offsets(self._qo), *pages, last.to(torch.int32), *heads, b["head_dim_qk"], b["page_size"],
+        prefill.plan(self._offsets(self._qo), *pages, last, *heads, b["head_dim_qk"], b["page_size"],
                      head_dim_vo=b["head_dim_vo"], **options)  # fmt: skip
         return prefill
 
@@ -95,7 +95,7 @@ class Batch:
         wrapper = quire.mla.BatchMLAPagedAttentionWrapper(workspace)
         kept = ("causal", "sm_scale", "q_data_type", "kv_data_type")
         wrapper.plan(self._offsets(self._qo), self._offsets(self._pages), self._page_numbers(),
-                     torch.tensor(self._kv, dtype=torch.int32), b["num_qo_heads"], b["head_dim_vo"],
+                     torch.tensor(self._kv, dtype=torch.int32, device="cpu"), b["num_qo_heads"], b["head_dim_vo"],
                      b["head_dim_qk"] - b["head_dim_vo"], b["page_size"],
                      **{name: options[name] for name in kept})  # fmt: skip
         return wrapper

@@ -192,28 +192,24 @@ def _grouped(indices: Indices | Lengths) -> list[list[int]]:
 
     Of more than 64 groups every n-th stands for its neighbours.
     """
-    qo = torch.full((indices.batch_size,), indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff()
-    pairs = sorted(zip(_kv_lens(indices).tolist(), qo.tolist(), strict=True), reverse=True)
+    qo_lens, kv_lens = _lens(indices)
+    pairs = sorted(zip(kv_lens.tolist(), qo_lens.tolist(), strict=True), reverse=True)
     groups = [[len(list(equal)), qo_len, kv_len] for (kv_len, qo_len), equal in groupby(pairs)]
     step = max(1, -(-len(groups) // _MOST_GROUPS))
     parts = [groups[i : i + step] for i in range(0, len(groups), step)]
     return [[sum(count for count, _, _ in part), *part[len(part) // 2][1:]] for part in parts]
 
 
-def _kv_lens(indices: Indices | Lengths) -> torch.Tensor:
-    """Tokens of each request, on the host: where only a device knows them, this waits for it."""
-    if isinstance(indices, Lengths):
-        if indices.kv_lens is not None:
-            return indices.kv_lens
-        table = indices.page_table
-        if indices.kv_indptr is not None:
-            return indices.kv_indptr.diff()
-        assert table is not None
-        return torch.full((indices.batch_size,), table.shape[1] * indices.page_size)
-    counts = indices.kv_indptr.diff()
-    if indices.kv_last_page_len is None:
-        return counts
-    return torch.where(counts > 0, (counts - 1) * indices.page_size + indices.kv_last_page_len, 0)
+def _lens(indices: Indices | Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and tokens of each request. Where only a device knows them, reading them waits for it."""
+    if isinstance(indices, Indices):
+        return indices.qo_lens(), indices.kv_lens()
+    same = torch.full((indices.batch_size,), indices.qo_len, device="cpu")
+    qo_lens = same if indices.qo_indptr is None else indices.qo_indptr.diff()
+    if indices.kv_lens is not None:
+        return qo_lens, indices.kv_lens
+    longest = torch.full_like(same, indices.max_kv_len)
+    return qo_lens, longest if indices.kv_indptr is None else indices.kv_indptr.diff()
 
 
 @lru_cache(maxsize=4096)

@@ -372,9 +372,10 @@ def record(path: str | Path | None) -> None:
     """
     global _record_to
     _record_to = None if path is None else Path(path).expanduser().absolute()
-    if _record_to is not None:
-        for spec, _ in list(_modules):
-            record_use(spec)
+    if not is_recording():
+        recorded.clear()
+    for spec, _ in list(_modules):
+        record_use(spec)
 
 
 def is_recording() -> bool:
