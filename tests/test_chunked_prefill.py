@@ -127,7 +127,8 @@ def test_queries_keys_and_prefixes_of_8_bits(device, is_one):
     types = {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn, "o_data_type": p.dtype}
     wrapper = planned(p, PREFIX_LENS, memory=memory, **types)
     p.check(*wrapper.run(q, *tensors, return_lse=True, v_scale=2.0), v_scale=2.0)
-    assert ("launch of its own" in str(wrapper.explain())) == (not is_one)
+    # No kernel for GPUs has 8-bit keys and a prefix in one launch.
+    assert ("launch of its own" in str(wrapper.explain())) == (not is_one or device != "cpu")
     scales = torch.tensor([3.0, -2e5], device=device)
     result, truth = wrapper.run(q, *tensors, v_scale=scales), p.expected()
     by_head = scales.cpu().double().repeat_interleave(2)[:, None]
