@@ -320,8 +320,9 @@ def latent_attention(
 # Comparing
 
 
-def latent_rows(rows: Tensor, name: str) -> Tensor:
+def latent_rows(rows: Tensor, name: str, *, exact: bool = False) -> Tensor:
     """What FlashMLA's rows uint8 [tokens, bytes] say, float64 [tokens, dims]; products are rounded once, to bfloat16.
+    exact: they are not.
 
     V32: 512 e4m3, 4 float32 scales of 128 dims each, and 64 or no bfloat16. V4: 448 e4m3, 64 bfloat16, and 8 bytes that
     a page has behind its rows: the exponents of the scales of 64 dims each, plus 127, and one of no use.
@@ -332,8 +333,9 @@ def latent_rows(rows: Tensor, name: str) -> Tensor:
         numbers, rest = rows[:, :448], rows[:, 448:576]
         scales = torch.exp2(rows[:, 576:583].double() - 127)
     tiles = numbers.contiguous().view(torch.float8_e4m3fn).double().unflatten(1, (scales.shape[1], -1))
-    latent = (tiles * scales.double()[..., None]).flatten(1).float().bfloat16()
-    return torch.cat((latent, rest.contiguous().view(torch.bfloat16)), dim=1).double()
+    latent = (tiles * scales.double()[..., None]).flatten(1)
+    latent = latent if exact else latent.float().bfloat16().double()
+    return torch.cat((latent, rest.contiguous().view(torch.bfloat16).double()), dim=1)
 
 
 def indexer_scores(

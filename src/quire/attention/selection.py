@@ -370,7 +370,7 @@ def select_tokens(
     found = torch.empty(rows, most, dtype=torch.int32, device=device)
     _choose(scores, ends, pages, found, size)
     if pages is not None and found.device.type == "cpu":
-        counts = torch.full((rows,), num_tokens) if ends is None else ends.clamp(0, num_tokens)
+        counts = torch.full((rows,), num_tokens, device=found.device) if ends is None else ends.clamp(0, num_tokens)
         if not torch.equal((found >= 0).sum(1), counts.clamp(max=most).long()):
             raise ValidationError("block_tables: expected tokens whose numbers fit 32 bits, got larger page numbers.")
     return found
