@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -118,9 +119,19 @@ class TestStandIn:
 
     def test_what_engines_look_for_before_they_choose_is_not_there(self) -> None:
         compat.activate()
-        for module in ("flashinfer.comm", "flashinfer.norm", "flashinfer.sampling", "flashinfer.fused_moe.nothing"):
+        for module in ("flashinfer.comm", "flashinfer.mm", "flashinfer.fused_moe.nothing"):
             assert util.find_spec(module) is None
         assert not hasattr(import_module("flashinfer"), "cutlass_fused_moe")
+
+    def test_engines_choose_their_own_where_theirs_is_faster(self) -> None:
+        """vLLM's sampler, and FlashMLA in the place of plans that only FlashInfer has."""
+        compat.activate()
+        with pytest.raises(RuntimeError, match=r"compiles no kernels of FlashInfer's"):
+            import_module("flashinfer.jit.core").check_cuda_arch()
+        wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
+        assert issubclass(wrapper, quire.mla.BatchMLAPagedAttentionWrapper)
+        shown, whole = (inspect.signature(cls.run).parameters for cls in (wrapper, wrapper.__base__))
+        assert whole.keys() - shown.keys() == {"ckv_scale_arr"}
 
     @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in REFUSED.items() for n in names])
     def test_other_names_refuse(self, module: str, name: str) -> None:
@@ -237,13 +248,15 @@ class TestOverlay:
         assert overlay.is_active() and not standin.is_active()
         flashinfer = import_module("flashinfer")
         assert flashinfer.__version__ == "9.9" and flashinfer.__file__.startswith(str(installed))
-        assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is quire.BatchDecodeWithPagedKVCacheWrapper
-        assert flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper is quire.BatchDecodeWithPagedKVCacheWrapper
-        assert flashinfer.merge_state is flashinfer.cascade.merge_state is quire.merge_state
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        assert wrapper is flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper
+        assert quire.BatchDecodeWithPagedKVCacheWrapper in wrapper.__bases__
+        assert flashinfer.merge_state is flashinfer.cascade.merge_state
+        assert flashinfer.merge_state.__wrapped__ is quire.merge_state
         assert flashinfer.rmsnorm() == flashinfer.decode.cudnn_batch_decode() == "theirs"
         assert flashinfer.cascade.Own.__mro__[1].__module__ == "flashinfer.decode", "their own classes are whole"
         late = import_module("flashinfer.prefill")  # imported after the package
-        assert late.single_prefill_with_kv_cache is quire.single_prefill_with_kv_cache
+        assert late.single_prefill_with_kv_cache.__wrapped__ is quire.single_prefill_with_kv_cache
         assert late.single_prefill_with_kv_cache_with_jit_module() == "theirs", "their modules run there"
         attend_one()
         assert compat.report().startswith("served   single_prefill_with_kv_cache  1 x  attention_")

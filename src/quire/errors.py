@@ -3,6 +3,7 @@
 QuireError
 ├── ValidationError (also ValueError)        an argument has a wrong type, shape, dtype, device or value
 ├── UnsupportedError (also NotImplementedError)  no kernel takes this problem; carries each kernel's reason
+│   └── UnsupportedArgumentError (also ValidationError)  an argument of another library that Quire has no use for
 ├── PlanError (also RuntimeError)            run() before plan(), or a plan used where it cannot be
 ├── CompileError (also RuntimeError)         a compiler was missing or failed; carries its log
 ├── CacheMissError (also RuntimeError)       compiling is denied and the variant is not in any store
@@ -13,8 +14,8 @@ QuireError
 from __future__ import annotations
 
 __all__ = [
-    "CacheError", "CacheMissError", "CompileError", "DriverError", "PlanError", "QuireError", "UnsupportedError",
-    "ValidationError",
+    "CacheError", "CacheMissError", "CompileError", "DriverError", "PlanError", "QuireError",
+    "UnsupportedArgumentError", "UnsupportedError", "ValidationError",
 ]  # fmt: skip
 
 
@@ -28,6 +29,12 @@ class ValidationError(QuireError, ValueError):
 
 class UnsupportedError(QuireError, NotImplementedError):
     """No kernel accepts the problem: lists each kernel's reason."""
+
+
+class UnsupportedArgumentError(ValidationError, UnsupportedError):
+    """An argument that another library uses and Quire does not: says which and why. Where FlashInfer is installed,
+    quire.compat.flashinfer hands such a call to it.
+    """
 
 
 class PlanError(QuireError, RuntimeError):

@@ -30,7 +30,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import cached_parts, latent_parts, to_base_e
 from quire.engine.wrapper import AttentionWrapper, LatentKeywords, MlaModule, Pair
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import QuireError, UnsupportedArgumentError, UnsupportedError, ValidationError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,8 +143,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         """
         check_flags(enable_pdl=enable_pdl, use_sinks=use_sinks)
         _check_word("lse_mode", lse_mode, tuple(_LSE_MODES))
-        _check_word("output_scale", output_scale, ("none",))
-        _check_word("scale_mode", scale_mode, ("default", "kv-per-tensor"))
+        _check_word("output_scale", output_scale, ("none",), UnsupportedArgumentError)
+        _check_word("scale_mode", scale_mode, ("default", "kv-per-tensor"), UnsupportedArgumentError)
         options = _options(locals())
         flat = MLAPlanMetadata(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
@@ -320,9 +320,9 @@ def _without_kpe(nope: torch.Tensor, pe: torch.Tensor, ckv: torch.Tensor) -> tup
     return nope.new_zeros((*nope.shape[:-1], _NO_KPE)), ckv[..., :_NO_KPE]
 
 
-def _check_word(name: str, value: Any, words: tuple[str, ...]) -> None:
+def _check_word(name: str, value: Any, words: tuple[str, ...], kind: type[QuireError] = ValidationError) -> None:
     if value not in words:
-        raise ValidationError(f"{name}: expected one of {', '.join(map(repr, words))}, got {value!r}.")
+        raise kind(f"{name}: expected one of {', '.join(map(repr, words))}, got {value!r}.")
 
 
 def _either(name: str, whole: Any, first_name: str, first: Any, second_name: str, second: Any) -> Any:

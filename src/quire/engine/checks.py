@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.errors import ValidationError
+from quire.errors import UnsupportedArgumentError, ValidationError
 from quire.kernels.features import DType
 
 _INT32_MAX = 2**31 - 1
@@ -349,4 +349,4 @@ def refuse(expected: Any = None, /, **arguments: Any) -> None:
         if expected is True or (value is not None and value is not False):
             got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             why = f", as {reason}" if (reason := reason_of(name)) else ""
-            raise ValidationError(f"{name}: not supported by this call{why}; expected {expected}, got {got}.")
+            raise UnsupportedArgumentError(f"{name}: not supported by this call{why}; expected {expected}, got {got}.")

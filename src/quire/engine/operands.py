@@ -21,7 +21,7 @@ from quire.engine.device import target_of
 from quire.engine.launch import launch
 from quire.engine.schedule import Indices
 from quire.engine.tensors import span_bytes
-from quire.errors import ValidationError
+from quire.errors import UnsupportedArgumentError, ValidationError
 from quire.jit import get_module
 from quire.kernels.expressions.cxx import operands_struct
 from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, reads_indices, variant_of_level
@@ -35,8 +35,11 @@ ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
 
 
 def takes_sinks(jit_args: Any) -> bool:
-    """Whether `jit_args` declare FlashInfer's variant with sinks, as provided by quire.compat.flashinfer."""
-    return isinstance(jit_args, (list, tuple)) and any(value is ATTENTION_SINK for value in jit_args)
+    """Whether `jit_args` declare FlashInfer's variant with sinks, by its text or that of quire.compat.flashinfer."""
+    if not isinstance(jit_args, (list, tuple)):
+        return False
+    names = tuple(jit_args[7:12:2]) if len(jit_args) == 13 else ()  # of tensors, numbers, and the C++ class
+    return names == (["sink"], ["sm_scale"], "AttentionSink") or any(value is ATTENTION_SINK for value in jit_args)
 
 
 def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Variant | None:
@@ -64,8 +67,8 @@ def variant_of_module(jit_module: Any) -> Variant:
     return jit_module
 
 
-def _not_a_variant(name: str, value: Any) -> ValidationError:
-    return ValidationError(
+def _not_a_variant(name: str, value: Any) -> UnsupportedArgumentError:
+    return UnsupportedArgumentError(
         f"{name}: expected a quire.Variant (docs/variants.md shows what FlashInfer's C++ text is in Python), got "
         f"{type(value).__name__}."
     )

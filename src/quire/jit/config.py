@@ -237,6 +237,14 @@ def record_path() -> Path | None:
     return _path("QUIRE_RECORD", value) if value is not None else None
 
 
+def flashinfer_overlay() -> str:
+    """QUIRE_FLASHINFER: "on" or "off", whether quire.compat.flashinfer replaces names; "auto": where Quire has run."""
+    value = (_read("QUIRE_FLASHINFER") or "auto").lower()
+    if value not in ("auto", "on", "off"):
+        raise _invalid("QUIRE_FLASHINFER", value, "auto, on or off")
+    return value
+
+
 def reports_progress() -> bool:
     """Whether this process is the one of its node that prints progress (LOCAL_RANK unset or 0)."""
     return (_read("LOCAL_RANK") or "0") == "0"

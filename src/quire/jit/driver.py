@@ -269,11 +269,16 @@ def present_targets() -> tuple[str, ...]:
     return tuple(dict.fromkeys(cuda_target(index) for index in range(driver().device_count())))
 
 
+def capability(index: int) -> tuple[int, int]:
+    """(major, minor) of GPU `index`."""
+    api = driver()
+    return api.attribute(index, _COMPUTE_CAPABILITY_MAJOR), api.attribute(index, _COMPUTE_CAPABILITY_MINOR)
+
+
 @cache
 def cuda_target(index: int) -> str:
     """The most specific target that runs on GPU `index`: its own, else the nearest older one of its generation."""
-    api = driver()
-    major, minor = (api.attribute(index, which) for which in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR))
+    major, minor = capability(index)
     for name in (f"sm{major}{minor}a", *(f"sm{major}{m}" for m in range(minor, -1, -1))):
         if name in CUDA_TARGETS:
             return name

@@ -20,7 +20,7 @@ from enum import Enum, IntEnum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
-from quire.errors import ValidationError
+from quire.errors import UnsupportedArgumentError, ValidationError
 from quire.kernels.expressions.variant import Variant, find_variant
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def dtype_of(value: Any, name: str) -> DType:
     found = _BY_NAME.get(str(value))
     if found is None:
         known = ", ".join(d.torch_name for d in DTYPES)
-        raise ValidationError(f"{name}: expected one of {known}, got {value!r}.")
+        is_type = str(value).startswith("torch.")  # of numbers that no kernel reads, such as those of 4 bits
+        kind = UnsupportedArgumentError if is_type else ValidationError
+        raise kind(f"{name}: expected one of {known}, got {value!r}.")
     return found
 
 

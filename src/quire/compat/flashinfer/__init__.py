@@ -9,9 +9,14 @@ Once Quire is installed, vLLM and SGLang call activate() in each of their proces
 vllm.general_plugins and sglang.srt.plugins (VLLM_PLUGINS and SGLANG_PLUGINS restrict which plug-ins they load).
 
 If FlashInfer is installed, Quire replaces its functions for attention, pages and packed bits, and leaves all others:
-norms, sampling, GEMMs, MoE, communication. If not, Quire provides a package of that name, with the version that engines
-require. The package has Quire's functions. It also has those names outside of attention that engines import
-unconditionally; calling one of them raises UnsupportedError.
+norms, sampling, GEMMs, MoE, communication. A call that Quire refuses, because of an argument or because no kernel takes
+the problem, goes to FlashInfer; the log says so once for each cause, and report() counts such calls. Wrong input stays
+an error. Nothing is replaced on a machine with a GPU on which no variant of Quire has run (`quire matrix`), unless
+QUIRE_FLASHINFER=on says so; QUIRE_FLASHINFER=off leaves FlashInfer alone anywhere.
+
+If FlashInfer is not installed, Quire provides a package of that name, with the version that engines require. The
+package has Quire's functions, and sampling, norms and activations in plain torch. It also has those other names that
+engines import unconditionally; calling one of them raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -22,16 +27,25 @@ from importlib.machinery import ModuleSpec
 
 from quire.compat.flashinfer import devices
 from quire.compat.flashinfer.names import overlay, standin
+from quire.jit import config, events
 
 __all__ = ["activate", "deactivate", "report"]
 
 
 def activate() -> None:
     """Serve `flashinfer`'s attention from now on, in this process. May be called repeatedly."""
-    if standin.is_active() or overlay.is_active():
+    wish = config.flashinfer_overlay()
+    if standin.is_active() or overlay.is_active() or wish == "off":
+        return
+    is_installed = _installed() is not None
+    if is_installed and wish == "auto" and (gpus := devices.untried_gpus()):
+        events.info(
+            f"FlashInfer keeps its attention, as no variant of Quire has run on {', '.join(gpus)} (quire matrix); "
+            f"QUIRE_FLASHINFER=on replaces it"
+        )
         return
     devices.start()
-    (standin if _installed() is None else overlay).activate()
+    (overlay if is_installed else standin).activate()
 
 
 def deactivate() -> None:
@@ -42,7 +56,8 @@ def deactivate() -> None:
 
 
 def report() -> str:
-    """The calls that were served since activate(), how often and by which kernel, and those refused; one per line.
+    """The calls since activate(), one per line: those served, how often and by which kernel, those left to an installed
+    FlashInfer, and why, and those refused.
 
     >>> from quire.compat import flashinfer as compat
     >>> compat.activate()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import ctypes
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quire.cli.catalogue import RAN_ON
 from quire.engine.attention import Attention
 from quire.engine.options import foreign
 from quire.engine.replay import Replay
@@ -98,6 +102,51 @@ def determine_attention_backend(
     return "fa3" if is_sm90a_supported(device) and plain and has_tiles else "fa2"
 
 
+def untried_gpus() -> tuple[str, ...]:
+    """The GPUs of this machine on which no variant of Quire has run, such as "sm100"; creates no context.
+
+    A driver that has been started would break the processes that a server forks. So NVML is asked, or, where it is
+    missing, another process.
+    """
+    found = dict.fromkeys(_capabilities())
+    return tuple(f"sm{major}{minor}" for major, minor in found if f"sm{major}{minor}a" not in RAN_ON)
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    try:
+        return _nvml_capabilities(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:  # not there, or of no use
+        pass
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no GPU
+        return []
+    script = "from quire.jit.driver import *; print([capability(i) for i in range(driver().device_count())])"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return ast.literal_eval(said.stdout) if said.returncode == 0 else []  # else the driver has no GPU
+
+
+def _nvml_capabilities(nvml: ctypes.CDLL) -> list[tuple[int, int]]:
+    count, device, numbers, found = ctypes.c_uint(), ctypes.c_void_p(), (ctypes.c_int(), ctypes.c_int()), []
+    _asked(nvml.nvmlInit_v2())
+    try:
+        _asked(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+        for index in range(count.value):
+            _asked(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
+            _asked(nvml.nvmlDeviceGetCudaComputeCapability(device, *map(ctypes.byref, numbers)))
+            found.append((numbers[0].value, numbers[1].value))
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
+def _asked(code: int) -> None:
+    if code:
+        raise OSError(f"NVML: error {code}")
+
+
 def has_flashinfer_jit_cache() -> bool:
     """Programs compile FlashInfer's own modules ahead where this is False; Quire has none: see quire.warmup()."""
     return True
@@ -113,10 +162,13 @@ def round_up(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
+#: Modules whose functions stand around those that the program has called.
+_DECORATORS = (foreign.__module__, "quire.compat.flashinfer.fallback")
 _run: Any = Attention.run
 _replay = Replay.__call__
 _served: Counter[tuple[str, str]] = Counter()
 _refused: Counter[str] = Counter()
+_left: Counter[tuple[str, str]] = Counter()
 
 
 _unwatch: Callable[[], None] = lambda: None  # noqa: E731
@@ -127,6 +179,7 @@ def start() -> None:
     global _unwatch
     _served.clear()
     _refused.clear()
+    _left.clear()
     _unwatch()
     _unwatch = events.guard_compiles(_report_compile)
     Attention.run = _counted  # type: ignore[method-assign, assignment]
@@ -160,10 +213,16 @@ def refused(path: str) -> None:
     _refused[path] += 1
 
 
+def left(name: str, cause: str) -> None:
+    """A call went to the FlashInfer that is installed."""
+    _left[name, cause] += 1
+
+
 def report() -> str:
-    """A line for each call and kernel, and for each refused name."""
-    served = [f"served   {name}  {count} x  {kernel}" for (name, kernel), count in _served.most_common()]
-    return "\n".join(served + [f"refused  {path}  {count} x" for path, count in _refused.most_common()])
+    """A line for each call and kernel, for each cause of a call's going to FlashInfer, and for each refused name."""
+    lines = [f"served   {name}  {count} x  {kernel}" for (name, kernel), count in _served.most_common()]
+    lines += [f"left     {name}  {count} x  {cause}" for (name, cause), count in _left.most_common()]
+    return "\n".join(lines + [f"refused  {path}  {count} x" for path, count in _refused.most_common()])
 
 
 @wraps(_run)
@@ -185,7 +244,7 @@ def _public_name() -> str:
     """The function or method of Quire that the program has called."""
     frame, called = sys._getframe(2), None
     while frame is not None and (module := str(frame.f_globals.get("__name__", ""))).startswith("quire."):
-        called = called if module == foreign.__module__ else frame  # that of a decorator has no `self`
+        called = called if module in _DECORATORS else frame  # theirs have no `self` of the program's call
         frame = frame.f_back  # type: ignore[assignment]  # None is the end
     if called is None:
         return ""

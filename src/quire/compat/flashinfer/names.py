@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -19,7 +20,7 @@ from typing import Any
 
 import quire
 from quire import public
-from quire.compat.flashinfer import devices
+from quire.compat.flashinfer import devices, fallback, plain_torch
 from quire.engine.operands import ATTENTION_SINK
 from quire.errors import UnsupportedError
 from quire.kernels.features import DTYPES
@@ -35,6 +36,8 @@ MODULES = (
 #: Names that take modules of FlashInfer's JIT. An installed FlashInfer keeps its own, which run them; Quire's take a
 #: quire.Variant.
 _OF_JIT_MODULES = "_with_jit_module"
+#: The module with C++ texts. An installed FlashInfer keeps them; Quire knows them by their names.
+_OF_TEXT = "jit.attention.variants"
 
 
 @cache
@@ -47,7 +50,7 @@ def served() -> Mapping[str, Mapping[str, Any]]:
             names = [name for name in namespace.__all__ if not name.endswith(_OF_JIT_MODULES)]
             table[module] = {name: getattr(namespace, name) for name in names}
     # What run() then takes is built in.
-    table["jit.attention.variants"] = {"attention_sink_decl": dict.fromkeys(("fa2", "fa3"), ATTENTION_SINK)}
+    table[_OF_TEXT] = {"attention_sink_decl": dict.fromkeys(("fa2", "fa3"), ATTENTION_SINK)}
     of_modules = {name for names in table.values() for name in names}
     table[""] = {name: getattr(quire, name) for name in vars(public)["__all__"] if name in of_modules}
     return table
@@ -79,7 +82,7 @@ def refusing(path: str) -> Refusing:
 
 
 #: Names outside attention that vLLM and SGLang import without a guard. No module is here that engines look for in order
-#: to choose FlashInfer's communication, norms or sampling.
+#: to choose FlashInfer's communication or MoE.
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "": (
         "SfLayout", "bmm_fp8", "mm_mxfp8", "mxfp8_quantize", "nvfp4_block_scale_interleave", "nvfp4_quantize",
@@ -99,6 +102,30 @@ def _nothing_to_tune(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
+def _check_cuda_arch(*_args: Any, **_kwargs: Any) -> None:
+    """vLLM then takes its own sampler, which is faster than one of plain torch."""
+    raise RuntimeError("Quire stands in for FlashInfer, and compiles no kernels of FlashInfer's for any GPU.")
+
+
+class _WithoutTokenScales(quire.mla.BatchMLAPagedAttentionWrapper):
+    """The wrapper of latents for programs that look for `ckv_scale_arr`.
+
+    vLLM concludes from this argument that FlashInfer's plans are there, whose arrays its sparse MLA on Hopper changes.
+    """
+
+    @wraps(quire.mla.BatchMLAPagedAttentionWrapper.run)
+    def run(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The same."""
+        return super().run(*args, **kwargs)
+
+    _whole = inspect.signature(run)
+    _shown = tuple(parameter for name, parameter in _whole.parameters.items() if name != "ckv_scale_arr")
+    run.__signature__ = _whole.replace(parameters=_shown)  # type: ignore[attr-defined]
+
+
+_WithoutTokenScales.__name__ = _WithoutTokenScales.__qualname__ = "BatchMLAPagedAttentionWrapper"
+
+
 def _counter_bytes(*_args: Any, **_kwargs: Any) -> int:
     """Of the counter buffer of trtllm_batch_decode_with_kv_cache(), which Quire does not need."""
     return 16
@@ -108,7 +135,9 @@ def _counter_bytes(*_args: Any, **_kwargs: Any) -> int:
 OWN: Mapping[str, Mapping[str, Any]] = {
     "": {
         "__version__": VERSION, "autotune": _nothing_to_tune, "autotune_v2": _nothing_to_tune,
+        **plain_torch.NORMS, **plain_torch.ACTIVATIONS,
     },
+    "activation": plain_torch.ACTIVATIONS,
     "autotuner": {"autotune": _nothing_to_tune},
     "decode": {
         "single_decode_with_kv_cache_with_jit_module": quire.decode.single_decode_with_kv_cache_with_jit_module,
@@ -116,10 +145,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "jit": {},
     "jit.attention": {},
     "jit.utils": {"filename_safe_dtype_map": {dtype.torch: dtype.slug for dtype in DTYPES}},
-    "jit.core": {"logger": logging.getLogger("flashinfer.jit")},
+    "jit.core": {"logger": logging.getLogger("flashinfer.jit"), "check_cuda_arch": _check_cuda_arch},
+    "norm": plain_torch.NORMS,
     "prefill": {
         "single_prefill_with_kv_cache_with_jit_module": quire.prefill.single_prefill_with_kv_cache_with_jit_module,
     },
+    "sampling": plain_torch.SAMPLING,
     "utils": {
         name: value for name, value in vars(devices).items() if getattr(value, "__module__", "") == devices.__name__
     } | {
@@ -142,7 +173,9 @@ def _contents(tail: str) -> dict[str, Any]:
     """The names of a module; of the package with its modules."""
     path = f"{tail}." if tail else ""
     names: dict[str, Any] = {name: refusing(path + name) for name in REFUSED.get(tail, ())}
-    return names | dict(OWN.get(tail, {})) | dict(served().get(tail, {}))
+    names |= dict(OWN.get(tail, {})) | dict(served().get(tail, {}))
+    replaced = {_WithoutTokenScales.__name__: _WithoutTokenScales}
+    return {name: replaced.get(name, value) for name, value in names.items()}
 
 
 def _modules() -> list[str]:
@@ -230,10 +263,12 @@ _MISSING = object()
 class _Overlay(MetaPathFinder):
     """Quire's names over those of an installed FlashInfer, also of each module that is imported later.
 
-    While the package itself is being imported nothing is replaced: its own modules keep what they inherit from.
+    While the package itself is being imported nothing is replaced: its own modules keep what they inherit from. Behind
+    each of Quire's names stands what was there.
     """
 
     def __init__(self) -> None:
+        self._laid: list[tuple[Any, Any, Any]] = []  #: a value of Quire's, what was there, and both as one
         self._is_loaded = False  #: the package
         self._replaced: list[tuple[ModuleType, str, Any]] = []  #: with what was there before
 
@@ -286,13 +321,23 @@ class _Overlay(MetaPathFinder):
     def _replace_all(self) -> None:
         for tail, names in served().items():
             module = sys.modules.get(f"{_ROOT}.{tail}" if tail else _ROOT)
-            if module is None:
+            if module is None or tail == _OF_TEXT:
                 continue
             for name, value in names.items():
                 present = getattr(module, name, _MISSING)
-                if present is not value and (tail == "" or not isinstance(present, ModuleType)):
+                is_done = any(present is made for *_, made in self._laid)
+                if not is_done and (tail == "" or not isinstance(present, ModuleType)):
                     self._replaced.append((module, name, present))
-                    setattr(module, name, value)
+                    setattr(module, name, self._over(*(getattr(x, name, x) for x in (value, present))))
+
+    def _over(self, value: Any, present: Any) -> Any:
+        """Quire's `value` with what is `present` behind it: one object under all of their names."""
+        for mine, theirs, made in self._laid:
+            if mine is value and theirs is present:
+                return made
+        made = value if present is _MISSING else fallback.over(value, present)
+        self._laid.append((value, present, made))
+        return made
 
 
 overlay = _Overlay()
