@@ -255,8 +255,9 @@ BatchPrefillWithPagedKVCacheWrapper.run
   out lse return_lse: used test_prefill.py::test_results_are_allocated_if_not_given
   sinks: used test_prefill.py::test_sinks
   enable_pdl window_left: checked test_surface.py::test_permissions_of_run
-  kv_cache_sf skip_softmax_threshold_scale_factor: foreign test_surface.py::test_what_run_refuses
+  kv_cache_sf: foreign test_surface.py::test_what_run_refuses
   lse_base lse_layout: used test_prefill.py::test_bases_and_layouts_of_an_lse
+  skip_softmax_threshold_scale_factor: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
   use_fp16_softmax uses_spcompress: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
 BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer
   shown float_workspace_buffer int_workspace_buffer

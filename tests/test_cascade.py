@@ -49,6 +49,18 @@ def test_merge_state_of_views(device, dtype):
     check(quire.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), oracle.merge_states(v, s), v)
 
 
+def test_merge_state_of_base_e(device, dtype):
+    """merge_state_v2() of sgl_kernel, whose log-sum-exps are FlashAttention's."""
+    v, s = states(9, 2, 4, 64, dtype, device)
+    given = v[:, 0], s[:, 0] * math.log(2), v[:, 1], s[:, 1] * math.log(2)
+    out = torch.empty_like(v[:, 0]), torch.empty_like(s[:, 0])
+    for got in (quire.merge_state_v2(*given), quire.merge_state_v2(*given, *out)):
+        check((got[0], got[1] / math.log(2)), oracle.merge_states(v, s), v)
+    assert got[0] is out[0] and got[1] is out[1]
+    with pytest.raises(quire.ValidationError, match="s_merged: expected"):
+        quire.merge_state_v2(*given, s_merged=out[1][1:])
+
+
 @pytest.mark.parametrize("offset", [4, 8])
 def test_merge_of_states_at_any_multiple_of_16_bytes(device, dtype, offset):
     flat = torch.randn(4 * 8 * 64 + offset, device=device).to(dtype)

@@ -190,9 +190,12 @@ def test_what_plan_says_of_sinks(device, backend):
         wrapper.run(*parts(p), pages.ckv, pages.kpe)
     p.sinks = torch.randn(16)
     p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe, sinks=p.sinks.to(device)))
-    for name in ("bmm1_scale", "bmm2_scale", "skip_softmax_threshold_scale_factor"):
+    for name, value in (("bmm1_scale", 1.0), ("bmm2_scale", 1.0), ("skip_softmax_threshold_scale_factor", -1.0)):
         with pytest.raises(quire.ValidationError, match=name):
-            wrapper.run(*parts(p), pages.ckv, pages.kpe, sinks=p.sinks, **{name: 1.0})
+            wrapper.run(*parts(p), pages.ckv, pages.kpe, sinks=p.sinks, **{name: value})
+    plan(wrapper, p, pages, skip_softmax=True)
+    sinks = p.sinks.to(device)
+    p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe, sinks=sinks, skip_softmax_threshold_scale_factor=500.0))
 
 
 def test_queries_and_cache_as_one_tensor_or_a_pair(device, backend):
@@ -438,7 +441,7 @@ def test_arguments_are_used_or_refused(device, backend):
             wrapper.run(*run, **options)
     for options, message in (
         ({"use_profiler": True}, "use_profiler"),
-        ({"skip_softmax": True}, "skip_softmax"),
+        ({"skip_softmax": 1}, "skip_softmax: expected a bool"),
         ({"query_layout": "both"}, "query_layout: expected one of"),
         ({"lse_mode": "base10"}, "lse_mode"),
         ({"output_scale": "per-tensor"}, "output_scale"),
@@ -604,7 +607,7 @@ def test_trtllm_decode_refuses_by_name(device):
         ({"sparse_mla_top_k_lens": 8}, "sparse_mla_top_k_lens"),
         ({"sparse_mla_top_k": 8}, "block_tables: expected"),
         ({"enable_dcp": True}, "enable_dcp"),
-        ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor"),
+        ({"skip_softmax_threshold_scale_factor": -1.0}, "skip_softmax_threshold_scale_factor"),
         ({"uses_shared_paged_kv_idx": False}, "separate_page_tables"),
         ({"cp_rank": 1}, "cp_rank"),
         ({"causal_seqlens_kv_global": 1}, "causal_seqlens_kv_global"),
@@ -614,7 +617,7 @@ def test_trtllm_decode_refuses_by_name(device):
         ({"multi_ctas_kv_counter_buffer": 1}, "multi_ctas_kv_counter_buffer"),
         ({"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
         ({"cp_world": 2}, "cp_world"),
-        ({"use_fp16_softmax": True}, "use_fp16_softmax"),
+        ({"use_fp16_softmax": 1}, "use_fp16_softmax: expected a bool"),
         ({"max_q_len": 2}, "max_q_len: expected it beside cum_seq_lens_q"),
         ({"kv_scale_format": "e8m0"}, "kv_scale_format"),
         ({"sinks": []}, "sinks: expected a tensor or a list of one"),

@@ -141,6 +141,14 @@ def test_norms(flashinfer: Any, gemma: bool) -> None:
     check(y, total)
 
 
+def test_concatenated_keys(flashinfer: Any) -> None:
+    k, nope, rope = torch.empty(5, 4, 192), torch.randn(5, 4, 128), torch.randn(5, 1, 64)
+    assert flashinfer.concat_ops.concat_mla_k(k, nope, rope) is None
+    assert torch.equal(k, torch.cat([nope, rope.expand(5, 4, 64)], -1))
+    with pytest.raises(quire.ValidationError, match=r"^k: expected \[tokens=5, heads=4, dims=192\]"):
+        flashinfer.concat_ops.concat_mla_k(k[..., 1:], nope, rope)
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
 def test_activations(flashinfer: Any, name: str) -> None:
     x = torch.randn(2, 3, 32).bfloat16()

@@ -592,6 +592,10 @@ def test_bases_and_layouts_of_an_lse(kind, device, backend):
     with pytest.raises(quire.ValidationError, match="variant_owns_mask"):
         type(wrapper)(workspace(device), variant_owns_mask=True)
     if kind == "paged":
-        for name in ("use_fp16_softmax", "uses_spcompress"):
+        for name, value in (("use_fp16_softmax", 1), ("uses_spcompress", True)):
             with pytest.raises(quire.ValidationError, match=name):
-                wrapper.run(*given, **{name: True})
+                wrapper.run(*given, **{name: value})
+        for factor in (-1.0, "high"):
+            with pytest.raises(quire.ValidationError, match="skip_softmax_threshold_scale_factor"):
+                wrapper.run(*given, skip_softmax_threshold_scale_factor=factor)
+        p.check(wrapper.run(*given, skip_softmax_threshold_scale_factor=500.0, use_fp16_softmax=True))

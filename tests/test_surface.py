@@ -92,11 +92,7 @@ def test_permissions_of_run(device, dtype, kind):
         prefill(p, kind, run={"window_left": 8})
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("paged", "kv_cache_sf"), ("paged", "skip_softmax_threshold_scale_factor"), ("ragged", "kv_cache_sf"),
-     ("ragged", "o_scale")],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "name"), [("paged", "kv_cache_sf"), ("ragged", "kv_cache_sf"), ("ragged", "o_scale")])
 def test_what_run_refuses(kind, name):
     with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
         prefill(problem(), kind, run={name: torch.ones(1)})

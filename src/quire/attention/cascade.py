@@ -21,7 +21,7 @@ from quire.attention.shared_prefix import (
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     batch_decode_with_shared_prefix_padded_kv_cache,
 )
-from quire.cache.merge import merge_state, merge_state_in_place, merge_states
+from quire.cache.merge import merge_state, merge_state_in_place, merge_state_v2, merge_states
 from quire.engine.checks import check_flags, check_positive
 from quire.engine.joined import check_kernel_for_levels, join_levels
 from quire.engine.operands import Level, RemappedOperands, operands_of_levels, unexpected, variant_of
@@ -35,7 +35,7 @@ from quire.kernels.features import PosEncodingMode
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper", "batch_decode_with_shared_prefix_padded_kv_cache", "merge_state",
-    "merge_state_in_place", "merge_states",
+    "merge_state_in_place", "merge_state_v2", "merge_states",
 ]  # fmt: skip
 
 _LevelCall = tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], dict[str, Any]]

@@ -19,7 +19,15 @@ from quire.calls.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_deco
 from quire.calls.latents import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from quire.calls.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from quire.engine.attention import planned
-from quire.engine.checks import batch_size_of, check_flags, host_indices, last_page_lens, page_indices, refuse
+from quire.engine.checks import (
+    batch_size_of,
+    check_flags,
+    check_permissions,
+    host_indices,
+    last_page_lens,
+    page_indices,
+    refuse,
+)
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
 from quire.engine.options import foreign, options_of
@@ -169,7 +177,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
-    @foreign(refused="kv_cache_sf skip_softmax_threshold_scale_factor", checks_itself=True)
+    @foreign(refused="kv_cache_sf", permissions="skip_softmax_threshold_scale_factor", checks_itself=True)
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -184,8 +192,10 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         """
         if scales:
             scales, return_lse = without_flag(scales, return_lse)
-        if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
-            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        if kv_cache_sf is not None:
+            refuse(kv_cache_sf=kv_cache_sf)
+        if skip_softmax_threshold_scale_factor is not None:
+            check_permissions(skip_softmax_threshold_scale_factor)
         if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):
             raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
         if scales:

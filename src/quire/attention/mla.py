@@ -106,7 +106,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         self._has_kpe = True
         self._token_scaled: tuple[Attention, Attention] | None = None  # the last plan, and that for ckv_scale_arr
 
-    @foreign(refused="use_profiler skip_softmax", permissions="query_layout kv_cache_layout")
+    @foreign(refused="use_profiler", permissions="skip_softmax query_layout kv_cache_layout")
     def plan(
         self, qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, num_heads: int | None = None,
@@ -135,8 +135,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             before it. uint8 means a cache with rows of 656 bytes, which run() takes as kv_cache.
         lse_mode: "none", or the base of run()'s lse, "base2" or "basee"; the arguments of run() must agree.
         query_layout, kv_cache_layout: "packed" or "split"; run() takes both. output_scale: "none". scale_mode:
-            "default" or "kv-per-tensor", for 8-bit caches. use_profiler, skip_softmax: only False. enable_pdl: what
-            run() does by default. use_sinks: with True run() requires sinks.
+            "default" or "kv-per-tensor", for 8-bit caches. use_profiler: only False. skip_softmax: a permission that
+            has no effect. enable_pdl: what run() does by default. use_sinks: with True run() requires sinks.
         fixed_split_size, disable_split_kv: as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -170,7 +170,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload
     def run(self, *args: Any, **options: Any) -> Result: ...
-    @foreign(refused="profiler_buffer o_scale skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale")
+    @foreign(refused="profiler_buffer o_scale bmm1_scale bmm2_scale", permissions="skip_softmax_threshold_scale_factor")
     def run(
         self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
         ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None,
@@ -200,7 +200,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         ckv_scale_arr: instead of ckv_scale, for a ckv of float8_e4m3fn and queries of bfloat16: float32 [num_pages,
             page_size, 4], a factor for each 128 dims of a latent. kpe is then copied and multiplied by kpe_scale. Not
             in CUDA graphs; there, use a cache with rows of 656 bytes.
-        profiler_buffer, o_scale, skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale: only None.
+        profiler_buffer, o_scale, bmm1_scale, bmm2_scale: only None. skip_softmax_threshold_scale_factor: permits to
+            skip small weights; Quire's kernels compute all of them.
 
         Raises ValidationError naming the argument, or PlanError without a plan.
         """

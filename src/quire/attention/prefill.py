@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.calls.cudnn import cudnn_batch_prefill_with_kv_cache
+from quire.calls.latents import trtllm_ragged_attention_deepseek
 from quire.calls.prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
 from quire.calls.single import (
     single_prefill_with_kv_cache,
@@ -24,7 +25,7 @@ from quire.calls.single import (
     single_prefill_with_kv_cache_with_jit_module,
 )
 from quire.engine.batch import with_items
-from quire.engine.checks import batch_size_of, host_indices, last_page_lens, page_indices, refuse
+from quire.engine.checks import batch_size_of, check_permissions, host_indices, last_page_lens, page_indices, refuse
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, run_options
@@ -42,6 +43,7 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "cudnn_batch_prefill_with_kv_cache",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
     "single_prefill_with_kv_cache_with_jit_module", "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
 ]  # fmt: skip
 
 # ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
@@ -339,8 +341,9 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
     @foreign(
-        refused="kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress", checks_itself=True
-    )
+        refused="kv_cache_sf uses_spcompress", permissions="skip_softmax_threshold_scale_factor use_fp16_softmax",
+        checks_itself=True,
+    )  # fmt: skip
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -371,10 +374,10 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         """
         if scales:
             scales, return_lse = without_flag(scales, return_lse)
-        if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
-            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        if use_fp16_softmax or uses_spcompress:
-            refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+        if kv_cache_sf is not None or uses_spcompress:
+            refuse(kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
+        if skip_softmax_threshold_scale_factor is not None or use_fp16_softmax is not None:
+            check_permissions(skip_softmax_threshold_scale_factor, use_fp16_softmax)
         if lse_base != "log2" or lse_layout != "NH":
             run = partial(
                 self.run, q, paged_kv_cache, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,

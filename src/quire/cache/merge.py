@@ -12,18 +12,19 @@ import math
 
 import torch
 
-from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor, scalar
+from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor, check_written, scalar
 from quire.engine.device import target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operators import operator
 from quire.engine.schedule import check_count
+from quire.engine.tensors import LN2
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.features import dtype_of
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import MergeParams
 
-__all__ = ["merge_state", "merge_state_in_place", "merge_states"]
+__all__ = ["merge_state", "merge_state_in_place", "merge_state_v2", "merge_states"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,6 +55,29 @@ def merge_state(
     s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
     _merge_pair(v_a, s_a, v_b, s_b, v, s, None, scalar(v_scale, "v_scale"))
     return v, s
+
+
+def merge_state_v2(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, v_merged: torch.Tensor | None = None,
+    s_merged: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """merge_state() of log-sum-exps in base e, as FlashAttention returns them; SGLang's function of this name.
+
+    v_a, s_a, v_b, s_b: as in merge_state(), which shows an example, but s in base e. v_merged, s_merged: tensors like
+    v_a and s_a that the results are written into. Returns (v, s). Raises ValidationError naming the argument.
+    """
+    for state, name in ((s_a, "s_a"), (s_b, "s_b")):
+        check_tensor(state, name)
+    v, s = merge_state(v_a, s_a / LN2, v_b, s_b / LN2)
+    s *= LN2
+    return tuple(_placed(*pair) for pair in ((v, v_merged, "v_merged"), (s, s_merged, "s_merged")))  # type: ignore[return-value]
+
+
+def _placed(result: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
+    if out is None:
+        return result
+    check_written(out, name, result, (result.dtype,))
+    return out.copy_(result)
 
 
 @operator("merge_state_in_place", writes="v s")

@@ -254,10 +254,10 @@ def xqa_batch_decode_with_kv_cache(
 
 @replayed
 @foreign(
-    refused="o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx "
-    "bmm1_scale_log2 enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
+    refused="o_sf_scale o_sf_vec_size kv_cache_sf uses_shared_paged_kv_idx bmm1_scale_log2 "
+    "enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
     "bf16q_fp8kv_transform_mode request_order request_order_plan",
-    permissions="multi_ctas_kv_counter_buffer",
+    permissions="multi_ctas_kv_counter_buffer skip_softmax_threshold_scale_factor",
 )
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
@@ -279,8 +279,9 @@ def trtllm_batch_decode_with_kv_cache(
 
     kv_layout defaults to "HND". out_dtype: the type of the result, query's or float8_e4m3fn. lse: float32 [batch_size *
     q_len_per_req, num_qo_heads], base 2, written if given and returned with return_lse=True. cum_seq_lens_q and
-    max_q_len are q_cu_seq_lens and its q_len_per_req. The counter buffer is scratch memory that is not needed. All
-    other arguments that xqa_batch_decode_with_kv_cache() does not have are refused.
+    max_q_len are q_cu_seq_lens and its q_len_per_req. The counter buffer is scratch memory that is not needed, and
+    skip_softmax_threshold_scale_factor permits to skip small weights, which Quire's kernels do not. All other arguments
+    that xqa_batch_decode_with_kv_cache() does not have are refused.
 
     Returns the result, or (result, lse). Raises ValidationError or UnsupportedError.
 

@@ -1,4 +1,7 @@
-"""MLA in one call, without a plan(), over a block table; and the index arrays of quire.mla's plan() in one object."""
+"""DeepSeek's attention in one call, without a plan(): MLA over a block table, prefill of ragged keys and values.
+
+And the index arrays of quire.mla's plan() in one object.
+"""
 
 # ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
 
@@ -10,34 +13,42 @@ from typing import Any
 import torch
 
 from quire.calls.decode import TableCall
-from quire.calls.tables import Scale, check_lengths, indices_of
+from quire.calls.prefill import ragged_batch, wide_query
+from quire.calls.tables import Output, Scale, check_lengths, indices_of
+from quire.engine.attention import AttentionCall
 from quire.engine.batch import row_indices, row_lengths, selected_keys
 from quire.engine.checks import (
     batch_size_of,
+    check_flags,
     check_output,
     check_positive,
+    check_same_device,
     check_shape,
     check_tensor,
+    device_indices,
     host_indices,
+    last_entry,
+    number,
     page_indices,
     refuse,
     to_int32,
 )
 from quire.engine.device import UserWorkspace
-from quire.engine.options import foreign
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
-from quire.engine.run import Result
-from quire.engine.schedule import Indices, Lengths, check_offsets, check_range
-from quire.engine.spec import check_repeated
+from quire.engine.run import Result, RunOptions
+from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets, check_range
+from quire.engine.spec import AttentionSpec, check_repeated
 from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.features import KVLayout
 
 
 @replayed
 @foreign(
-    refused="skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx enable_dcp cp_world cp_rank "
-    "causal_seqlens_kv_global use_fp16_softmax",
-    permissions="is_var_seq cute_dsl_impl kv_scale_format multi_ctas_kv_counter_buffer",
+    refused="uses_shared_paged_kv_idx enable_dcp cp_world cp_rank causal_seqlens_kv_global",
+    permissions="is_var_seq cute_dsl_impl kv_scale_format multi_ctas_kv_counter_buffer use_fp16_softmax "
+    "skip_softmax_threshold_scale_factor",
 )
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
@@ -67,8 +78,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], written
     if given and returned with return_lse=True. return_lse_base: "base2" (None) or "basee". sinks: float32 [num_heads]
     logits (natural logarithm), or a list of one such tensor. backend: as in wrappers. is_var_seq, cute_dsl_impl,
-    kv_scale_format and the counter buffer concern FlashInfer's kernels and have no effect. Arguments for distributed or
-    approximate attention are refused.
+    kv_scale_format and the counter buffer concern FlashInfer's kernels and have no effect; use_fp16_softmax and
+    skip_softmax_threshold_scale_factor permit what Quire's do not do. Arguments for distributed attention are refused.
 
     With sparse_mla_top_k > 0, block_tables [*query.shape[:-2], sparse_mla_top_k] are the tokens that each query attends
     to, page number * page_size + index in the page. seq_lens (per request or per
@@ -150,6 +161,98 @@ def xqa_batch_decode_with_kv_cache_mla(
         max_seq_len, out=out, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
     )  # fmt: skip
     return result
+
+
+@replayed
+@foreign(
+    refused="sage_attn_sfs num_elts_per_sage_attn_blk", permissions="skip_softmax_threshold_scale_factor o_sf_scale"
+)
+def trtllm_ragged_attention_deepseek(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor, max_q_len: int, max_kv_len: int, bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor, o_sf_scale: float | None, batch_size: int, window_left: int,
+    cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor, enable_pdl: bool | None, is_causal: bool,
+    return_lse: bool, attention_sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None, out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None, sage_attn_sfs: Any = (None, None, None, None),
+    num_elts_per_sage_attn_blk: Any = (0, 0, 0, 0), backend: str = "trtllm-gen",
+) -> Result:  # fmt: skip
+    """Attention of ragged queries, keys and values, as DeepSeek's models prefill before projections are absorbed; like
+    FlashInfer's function.
+
+    query: [nnz_qo, num_qo_heads, head_dim_qk]; key and value: [nnz_kv, num_kv_heads, head_dim_qk and head_dim_vo], 192
+        and 128 in DeepSeek's models, or others that the wrappers take. With q of 8 bits the result is bfloat16.
+    seq_lens: int32 [batch_size], keys of each request; cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1],
+        offsets. max_q_len and max_kv_len are upper bounds of the lengths. If all arrays are on a GPU, only the GPU
+        reads them, and the call may be captured in a CUDA graph; keys of 8 bits are planned on the host, which waits.
+    bmm1_scale is the whole factor of q . k, bmm2_scale the factor of the result; tensors of one element are read.
+    is_causal: query i of a request sees keys up to i + kv_len - qo_len. window_left, attention_sinks float32
+        [num_qo_heads], enable_pdl, backend: as in a wrapper's plan() and run(). o_sf_scale concerns results of 4 bits
+        and has no effect.
+    out, lse: tensors that results are written into; lse float32 [nnz_qo, num_qo_heads], base 2.
+
+    Returns o [nnz_qo, num_qo_heads, head_dim_vo], or with return_lse=True (o, lse). Raises ValidationError naming the
+    argument, or UnsupportedError with each kernel's reason.
+
+    >>> q, k, v = torch.randn(5, 4, 192), torch.randn(9, 4, 192), torch.randn(9, 4, 128)
+    >>> offsets = torch.tensor([[0, 3, 5], [0, 5, 9]], dtype=torch.int32)
+    >>> quire.prefill.trtllm_ragged_attention_deepseek(
+    ...     q, k, v, torch.empty(1 << 20, dtype=torch.uint8), offsets[1].diff(), 3, 5, 192**-0.5, 1.0, 1.0, 2, -1,
+    ...     offsets[0], offsets[1], enable_pdl=None, is_causal=True, return_lse=False,
+    ... ).shape
+    torch.Size([5, 4, 128])
+    """
+    check_flags(is_causal=is_causal, return_lse=return_lse, enable_pdl=enable_pdl)
+    workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
+    for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
+        check_shape(check_tensor(tensor, name), name, {"tokens": None, "num_heads": None, "head_dim": None})
+        check_same_device(tensor, name, workspace.device)
+    check_shape(value, "value", {"nnz_kv": key.shape[0], "num_kv_heads": key.shape[1], "head_dim_vo": None})
+    check_shape(query, "query", {"nnz_qo": None, "num_qo_heads": None, "head_dim_qk": key.shape[2]})
+    wide = wide_query(query, out, None)
+    output = Output.of(out, wide, value.shape[2], 1.0)
+    options = PlanOptions(
+        *heads(query.shape[1], key.shape[1]), key.shape[2], value.shape[2],
+        Types.of(wide.dtype, key.dtype, output.result.dtype),
+        logits_options(key.shape[2], number(bmm1_scale, "bmm1_scale", positive=True), window_left, None, "NONE"),
+        is_causal, page_size=0,
+    )  # fmt: skip
+    if return_lse and lse is None:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    arrays = check_positive(batch_size, "batch_size"), seq_lens, cum_seq_lens_q, cum_seq_lens_kv
+    indices: Indices | Lengths | None = None
+    if key.itemsize > 1:
+        indices = _ragged_lengths(*arrays, query, key, output.result, options)
+    if indices is None:
+        indices = ragged_batch(*arrays, max_q_len, max_kv_len)
+        assert indices.qo_indptr is not None
+        check_shape(query, "query", {"nnz_qo": last_entry(indices.qo_indptr), "heads": None, "head_dim_qk": None})
+    run_options = RunOptions(attention_sinks, v_scale=number(bmm2_scale, "bmm2_scale"), enable_pdl=enable_pdl)
+    AttentionCall(
+        AttentionSpec(indices, options), wide, (key, value), workspace, KVLayout.NHD, backend, output.result, lse,
+        options=run_options,
+    ).attend()  # fmt: skip
+    result = output.finish()
+    return (result, lse) if return_lse else result
+
+
+def _ragged_lengths(
+    batch_size: int, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, query: torch.Tensor, key: torch.Tensor,
+    out: torch.Tensor, options: PlanOptions,
+) -> Lengths | None:  # fmt: skip
+    """The batch for a plan on the GPU; None if the host has to plan."""
+    given = {"seq_lens": seq_lens, "cum_seq_lens_q": cum_seq_lens_q, "cum_seq_lens_kv": cum_seq_lens_kv}
+    if not query.is_cuda or any(check_tensor(tensor, name).is_cpu for name, tensor in given.items()):
+        return None
+    for name, tensor in given.items():
+        check_shape(tensor, name, {"entries": batch_size + (name != "seq_lens")})
+        check_same_device(tensor, name, query.device)
+    qo_indptr, kv_indptr = (device_indices(given[name], name) for name in ("cum_seq_lens_q", "cum_seq_lens_kv"))
+    lengths = Lengths(
+        None, None, 0, 0, qo_indptr=qo_indptr, kv_indptr=kv_indptr, num_rows=query.shape[0], num_tokens=key.shape[0],
+        results=(out if out.is_contiguous() else None, None),
+    )  # fmt: skip
+    return lengths if lengths.can_be_counted(*LEAST_TILE, options.num_kv_heads, options.group_size) else None
 
 
 def _fewest(

@@ -38,9 +38,8 @@ from quire.kernels.features import KVLayout
 
 @replayed
 @foreign(
-    refused="o_sf_scale o_sf_vec_size kv_cache_sf skip_softmax_threshold_scale_factor uses_spcompress "
-    "uses_shared_paged_kv_idx",
-    permissions="use_fp16_softmax multi_ctas_kv_counter_buffer",
+    refused="o_sf_scale o_sf_vec_size kv_cache_sf uses_spcompress uses_shared_paged_kv_idx",
+    permissions="use_fp16_softmax skip_softmax_threshold_scale_factor multi_ctas_kv_counter_buffer",
 )
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
@@ -337,6 +336,13 @@ def _indices(
     if inputs.tables is not None:
         batch = batch_size, inputs.tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv
         return host_batch(*batch, inputs.page_size, max_q_len, max_kv_len)
+    return ragged_batch(batch_size, seq_lens, cum_seq_lens_q, cum_seq_lens_kv, max_q_len, max_kv_len)
+
+
+def ragged_batch(
+    batch_size: int, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, max_q_len: int, max_kv_len: int
+) -> Indices:
+    """The index arrays of a ragged batch on the host, checked against one another."""
     lens = host_indices(seq_lens, "seq_lens", batch_size)
     qo_indptr = host_indices(cum_seq_lens_q, "cum_seq_lens_q", batch_size + 1)
     kv_indptr = host_indices(cum_seq_lens_kv, "cum_seq_lens_kv", batch_size + 1)

@@ -296,6 +296,13 @@ def number(value: Any, name: str, *, positive: bool = False) -> float:
     return given
 
 
+def check_permissions(skip_softmax_threshold_scale_factor: Any, use_fp16_softmax: Any = None) -> None:
+    """Check what permits approximations that no kernel makes."""
+    if skip_softmax_threshold_scale_factor is not None:
+        not_negative(skip_softmax_threshold_scale_factor, "skip_softmax_threshold_scale_factor")
+    check_flags(use_fp16_softmax=use_fp16_softmax)
+
+
 def not_negative(value: Any, name: str) -> float:
     """number(), which must be 0 or positive."""
     if (given := number(value, name)) < 0:
@@ -322,8 +329,7 @@ _REASONS = {
     "caches of 4 bits are not read": ("kv_cache_sf", "k_sf_cache", "v_sf_cache"),
     "results are in 16 or 32 bits": ("o_scale", "o_sf_scale", "o_sf_vec_size"),
     "kernels keep no profile; torch.profiler shows each launch": ("use_profiler", "profiler_buffer"),
-    "each key that a query sees counts": ("skip_softmax", "skip_softmax_threshold_scale_factor", "uses_spcompress"),
-    "softmax is in float32": ("use_fp16_softmax",),
+    "each key that a query sees counts": ("uses_spcompress",),
     "keys and values have no separate_page_tables": ("uses_shared_paged_kv_idx",),
     "values lie where keys do, and results where queries do": ("v_indptr", "o_indptr"),
     "block_tables says where keys and values are": ("batch_offsets_k", "batch_offsets_v"),

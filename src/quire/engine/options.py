@@ -19,7 +19,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.engine.checks import check_flags, check_positive, check_tensor, not_negative, reason_of, refuse, scalar
+from quire.engine.checks import (
+    check_flags,
+    check_positive,
+    check_tensor,
+    not_negative,
+    number,
+    reason_of,
+    refuse,
+    scalar,
+)
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import TILE_DIMS, DType, PosEncodingMode, dtype_of
@@ -287,6 +296,16 @@ def _scratch(value: Any, name: str) -> None:
         check_tensor(value, name)
 
 
+def _number(value: Any, name: str) -> None:
+    if value is not None:
+        number(value, name)
+
+
+def _factor(value: Any, name: str) -> None:
+    if value is not None:
+        not_negative(value, name)
+
+
 def _count(value: Any, name: str) -> None:
     if value is not None:
         check_positive(value, name)
@@ -309,7 +328,9 @@ _PERMISSIONS: Mapping[str, tuple[_Check, tuple[str, ...]]] = {
     "each call may be captured, or says why not": (_flag, ("is_cuda_graph_compatible",)),
     "the one query of a request sees all of its keys": (_flag, ("causal_d",)),
     "lengths may always differ": (_flag, ("is_var_seq",)),
-    "each key that a query sees counts": (not_negative, ("skip_softmax_threshold_scale_factor",)),
+    "exact results are always allowed": (_factor, ("skip_softmax_threshold_scale_factor",)),
+    "all weights are computed": (_flag, ("skip_softmax",)),
+    "results of 16 bits have no scales of blocks": (_number, ("o_sf_scale",)),
     "kernels count in memory of the plan": (_scratch, ("multi_ctas_kv_counter_buffer",)),
     "a hint for FlashInfer's kernels": (_count, ("uniform_q_len",)),
     "FlashInfer's kernels differ, Quire has one": (_one_of("auto", "modular", "monolithic"), ("cute_dsl_impl",)),

@@ -139,6 +139,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "activation": plain_torch.ACTIVATIONS,
     "autotuner": {"autotune": _nothing_to_tune},
+    "concat_ops": {"concat_mla_k": plain_torch.concat_mla_k},
     "decode": {
         "single_decode_with_kv_cache_with_jit_module": quire.decode.single_decode_with_kv_cache_with_jit_module,
     },

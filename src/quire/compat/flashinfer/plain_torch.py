@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from quire.engine.checks import check_tensor, is_choice
+from quire.engine.checks import check_shape, check_tensor, is_choice
 from quire.errors import ValidationError
 
 _Sampled = Tensor | tuple[Tensor, Tensor]
@@ -207,7 +207,7 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-# --- norms and activations -------------------------------------------------------------------------------------------
+# --- norms, activations, concatenation -------------------------------------------------------------------------------
 
 
 def rmsnorm(
@@ -269,6 +269,19 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 silu_and_mul = _gated(silu)
 gelu_and_mul = _gated(gelu)
 gelu_tanh_and_mul = _gated(partial(gelu, approximate="tanh"))
+
+
+def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor, *, backend: str = "default") -> None:
+    """Write k_nope [tokens, heads, dims], and behind it k_rope [tokens, 1, dims] for each head, into k."""
+    if not is_choice(backend, ("default", "cake")):
+        raise ValidationError(f"backend: expected 'default' or 'cake', which mean the same here, got {backend!r}.")
+    nope_dims = check_tensor(k_nope, "k_nope").shape[-1]
+    heads = {"tokens": k_nope.shape[0], "heads": k_nope.shape[1]}
+    check_shape(check_tensor(k, "k"), "k", {**heads, "dims": nope_dims + check_tensor(k_rope, "k_rope").shape[-1]})
+    check_shape(k_rope, "k_rope", {"tokens": k.shape[0], "heads": 1, "dims": None})
+    k[..., :nope_dims] = k_nope
+    k[..., nope_dims:] = k_rope
+
 
 SAMPLING: Mapping[str, Any] = {
     function.__name__: function
