@@ -190,7 +190,8 @@ void evaluate(int how, const void* operands, const Logits& x) {
 # --- random expressions ----------------------------------------------------------------------------------------------
 
 _FLOATS = ("add", "sub", "mul", "div", "minimum", "maximum", "where", "neg", "abs", "tanh", "exp", "exp2", "log",
-           "log2", "sqrt", "rsqrt", "sigmoid", "floor", "to_float", "bool_to_float", "bias", "line")  # fmt: skip
+           "log2", "sqrt", "rsqrt", "sigmoid", "floor", "sin", "cos", "erf", "to_float", "bool_to_float",
+           "bias", "line")  # fmt: skip
 _INTS = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "shl", "shr", "minimum", "maximum", "where", "neg",
          "abs", "not", "to_int", "table", "size", "number")  # fmt: skip
 _BOOLS = ("lt", "le", "gt", "ge", "eq", "ne", "int_lt", "int_le", "int_gt", "int_ge", "int_eq", "int_ne", "and", "or",
@@ -317,7 +318,9 @@ def noisy(expression: Expression, seed: int, patch: pytest.MonkeyPatch) -> tuple
         if seed == 0 or is_exact or (node.op == "to_float" and bool((size < 2**24).all())):
             return value
         errors = (torch.rand((2, *value.shape), generator=source, dtype=torch.float64) * 2 - 1) * 4e-6
-        return value * (1 + errors[0]) + errors[1] * (node.op in ("tanh", "sigmoid", "log", "log2"))
+        return value * (1 + errors[0]) + errors[1] * (
+            node.op in ("tanh", "sigmoid", "log", "log2", "sin", "cos", "erf")
+        )
 
     with patch.context() as context:
         context.setattr(reference, "_wrapped", wrapped)

@@ -42,6 +42,7 @@ def functions(device: str) -> dict[str, tuple[object, object]]:
         "documents": (None, lambda b, h, i, j: document[b, i] == document[b, j]),
         "both": (None, and_masks(causal, lambda b, h, i, j: document[b, i] == document[b, j])),
         "limit": (lambda score, b, h, i, j: torch.where(j < limit, score, -float("inf")), None),
+        "waves": (lambda score, b, h, i, j: score.sin() + torch.cos(score * j) + torch.erf(table[h, j]), None),
         "gain": (lambda score, b, h, i, j: slopes.double()[h] * score, None),
     }
 
@@ -223,8 +224,8 @@ def test_what_is_refused():
     q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
     for options, message in (
         ({"score_mod": branches}, r"score_mod: .*test_flex.py:\d+: `if q_idx > kv_idx:`"),
-        ({"score_mod": lambda s, b, h, i, j: torch.sin(s)}, r"torch's sin\(\)"),
-        ({"score_mod": lambda s, b, h, i, j: s + TABLE[h]}, "expected 2 indices"),
+        ({"score_mod": lambda s, b, h, i, j: torch.asinh(s)}, r"torch's asinh\(\)"),
+        ({"score_mod": lambda s, b, h, i, j: s + TABLE[h]}, "expected a single value, got an array"),
         ({"score_mod": lambda s, b, h, i, j: s + SLOPES}, "expected captured tensors to be indexed"),
         ({"score_mod": lambda s, b, h, i, j: s + SLOPES[:2][h]}, "expected at least 4 elements"),
         ({"block_mask": torch.ones(2)}, "block_mask: expected what torch's create_block_mask"),

@@ -10,9 +10,7 @@ attributes, a module of the program) is traced in each call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -30,9 +28,12 @@ from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.engine.wrapper import Pair
 from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.expressions.arrays import Array
+from quire.kernels.expressions.dependencies import FunctionState, state_of
 from quire.kernels.expressions.rewrite import MaskParts, split_mask
-from quire.kernels.expressions.trace import Tracer, Value, call_torch, fail
-from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES
+from quire.kernels.expressions.torch_functions import call_torch, operate_as_torch
+from quire.kernels.expressions.trace import Tracer, Value, fail
+from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES, Node, bounds_of
 from quire.kernels.expressions.variant import Variant, call_traced, variant_of_trees
 
 __all__ = ["flex_attention"]
@@ -62,9 +63,11 @@ def flex_attention(
 
     score_mod(score, batch, head, q_idx, kv_idx): returns the new score. block_mask: the result of torch's
         create_block_mask(), of which the function mask_mod(batch, head, q_idx, kv_idx) is used. Both functions are
-        traced, so they cannot contain an `if` on a value. They may read tensors of the enclosing scope, as in
-        x[head, q_idx]; new values of these tensors do not compile again. Python numbers are constants. Comparisons of
-        q_idx and kv_idx that mean causal or a sliding window run as kernels' own masks, also beside others (`&`).
+        traced, so they cannot contain an `if` on a value. Values have torch's operators, functions and methods. The
+        functions may read tensors of the enclosing scope, as in x[head, q_idx], and rows of up to 256 elements, as in
+        torch.dot(x[head], y[kv_idx]); new values of these tensors do not compile again. Python numbers are constants.
+        Comparisons of q_idx and kv_idx that mean causal or a sliding window run as kernels' own masks, also beside
+        others (`&`).
     scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options is refused.
 
     Tensors that are views of [batch, length, heads, head_dim] are read in place; others are copied. The same functions
@@ -184,6 +187,8 @@ def _planned(block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | 
 
 #: torch's functions that read no values of tensors.
 _SIZES = frozenset({"__get__", "size", "dim", "numel", "stride", "__len__", "ndimension", "nelement"})
+#: torch's functions that make tensors of Python's numbers.
+_MAKERS = frozenset({"tensor", "scalar_tensor", "full", "zeros", "ones"})
 #: Number types of captured tensors that are converted first.
 _CONVERTED = {torch.float64: torch.float32, torch.int8: torch.int32, torch.int16: torch.int32}
 
@@ -195,10 +200,12 @@ def _as_operand(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Capturing(Tracer):
-    """Declares tensors of the enclosing scope when a function reads them."""
+    """Declares tensors of the enclosing scope when a function reads them. lengths: of queries and keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: tuple[int, int]) -> None:
         super().__init__({}, {})
+        self._lengths, self.rules = lengths, operate_as_torch
+        self.made: dict[int, torch.Tensor] = {}  #: by the function itself, of Python's numbers
         self.captured: dict[str, torch.Tensor] = {}
         self.origins: dict[str, torch.Tensor] = {}  #: what was captured, where `captured` may have another type
         self.is_lasting = True
@@ -220,17 +227,24 @@ class _Capturing(Tracer):
         if isinstance(value, torch.Tensor):
             if value.dim():
                 fail(f"expected captured tensors to be indexed, got {list(value.shape)} beside an operator.")
-            return self.read(self.name_of(value), 0)
+            return self.constant(value.item()) if id(value) in self.made else self.read(self.name_of(value), 0)
+        if isinstance(value, Array):
+            fail(f"expected a single value, got an array {list(value.shape)}: index it, or use sum() or another fold.")
         return super().lift(value)
 
-    def index(self, tensor: torch.Tensor, index: Any) -> Value:
-        """tensor[index] of which a part is a value of the kernel."""
-        indices = index if isinstance(index, tuple) else (index,)
-        if len(indices) != tensor.dim():
-            fail(f"expected {tensor.dim()} indices of a tensor {list(tensor.shape)}, got {len(indices)}.")
-        return self.read(self.name_of(tensor), tuple(self.lift(i) for i in indices))
+    def array(self, tensor: torch.Tensor) -> Array:
+        """A captured tensor, whose elements are read where they are used."""
 
-    def variant_of(self, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> tuple[Variant | None, MaskParts]:
+        def element(place: tuple[Any, ...]) -> Value:
+            return self.read(self.name_of(tensor), tuple(self.lift(i) for i in place))
+
+        return Array(self, tuple(tensor.shape), element)
+
+    def bounds(self, node: Node) -> tuple[int, int]:
+        """The least and the greatest integer that a value may be."""
+        return bounds_of(node, {name: (0, n - 1) for name, n in zip(("q_idx", "kv_idx"), self._lengths, strict=True)})
+
+    def variant_of(self, score_mod: Any, mask_mod: Any) -> tuple[Variant | None, MaskParts]:
         """Trace both functions: their variant, without the parts of the mask that kernels have built in, and these."""
         if score_mod is mask_mod is None:
             return None, MaskParts()
@@ -246,7 +260,7 @@ class _Capturing(Tracer):
         score, mask = trees.get("score_mod"), trees.get("block_mask")
         if mask is not None and mask.type != BOOL:
             raise ValidationError(f"block_mask: expected a function that returns a bool, got a {mask.type}.")
-        parts = split_mask(mask, self.tree, *lengths)
+        parts = split_mask(mask, self.tree, *self._lengths)
         rest = score is not None or parts.rest is not None
         return variant_of_trees(score, parts.rest, self) if rest else None, parts
 
@@ -260,14 +274,18 @@ class _Captures(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args, *(kwargs or {}).values()]
-        given += [part for arg in given if isinstance(arg, tuple) for part in arg]
-        if not any(isinstance(arg, Value) for arg in given):
+        given += [part for arg in given if isinstance(arg, (tuple, list)) for part in arg]
+        if not any(isinstance(arg, (Value, Array)) for arg in given):
             if func.__name__ not in _SIZES and any(isinstance(arg, torch.Tensor) for arg in given):
                 self._tracer.is_lasting = False  # what the function does next may depend on values
-            return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.__getitem__:
-            return self._tracer.index(*args)
-        return call_torch(func.__name__, args, kwargs or {})
+            result = func(*args, **(kwargs or {}))
+            if func.__name__ in _MAKERS and isinstance(result, torch.Tensor) and not result.dim():
+                self._tracer.made[id(result)] = result
+            return result
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], torch.Tensor):
+            return self._tracer.array(args[0])[args[1]]
+        is_method = func is getattr(torch.Tensor, func.__name__, None)
+        return call_torch(func.__name__, args, kwargs or {}, methods=is_method)
 
 
 class _Trace(NamedTuple):
@@ -283,8 +301,8 @@ class _Trace(NamedTuple):
     @classmethod
     def of(cls, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> _Trace:
         """Call the functions with values that record operations."""
-        tracer = _Capturing()
-        variant, parts = tracer.variant_of(score_mod, mask_mod, lengths)
+        tracer = _Capturing(lengths)
+        variant, parts = tracer.variant_of(score_mod, mask_mod)
         of_mask, of_score = split_operands("flex_attention", variant, {} if variant is None else tracer.captured)
         return cls(variant, parts, of_mask, of_score, tuple(tracer.origins[name] for name in of_mask))
 
@@ -300,8 +318,8 @@ class _KeptTrace(NamedTuple):
     @classmethod
     def of(cls, state: FunctionState, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> _KeptTrace | None:
         """Trace; None if the functions compute tensors or numbers of their own, in each call anew."""
-        tracer, places = _Capturing(), {id(tensor): i for i, tensor in enumerate(state.tensors)}
-        variant, parts = tracer.variant_of(score_mod, mask_mod, lengths)
+        tracer, places = _Capturing(lengths), {id(tensor): i for i, tensor in enumerate(state.tensors)}
+        variant, parts = tracer.variant_of(score_mod, mask_mod)
         origins = tracer.origins.values()
         if not tracer.is_lasting or any(id(t) not in places or t.dtype in _CONVERTED for t in origins):
             return None
@@ -337,113 +355,3 @@ def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace 
             _traces.clear()
         kept = _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, lengths)
     return None if kept is None else kept.with_tensors(state.tensors)
-
-
-# --- what a function depends on --------------------------------------------------------------------------------------
-
-
-_VALUES = frozenset({int, float, str, bool, bytes, type(None), complex, torch.dtype, torch.device, type(...)})
-_MODULES = frozenset({"torch", "math", "operator", "functools", "quire"})  #: whose functions do not change
-_MOST_VALUES = 200  #: that a function depends on
-
-
-class FunctionState(NamedTuple):
-    """What functions depend on."""
-
-    key: Hashable
-    tensors: list[torch.Tensor]
-    kept: list[Any]  #: objects whose ids are in the key
-
-
-class _Unknown(Exception):
-    pass
-
-
-def state_of(*functions: Any) -> FunctionState | None:
-    """What these functions depend on; None if that is not known."""
-    walk = _Walk()
-    try:
-        key = tuple([walk.of(function) for function in functions])
-    except _Unknown:
-        return None
-    return FunctionState(key, walk.tensors, walk.kept)
-
-
-class _Walk:
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.kept: list[Any] = []
-        self._places: dict[int, int] = {}  # of functions and tensors that have been met
-        self._count = 0
-
-    def of(self, value: Any) -> Hashable:
-        """A key of the value."""
-        kind = type(value)
-        if kind in _VALUES:
-            return kind, value
-        self._count += 1
-        if self._count > _MOST_VALUES:
-            raise _Unknown
-        if kind is FunctionType:
-            return self._of_function(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return self._of_tensor(value)
-        if kind is tuple or kind is list:
-            return kind, *[self.of(part) for part in value]
-        if kind is dict:
-            return kind, *[(self.of(key), self.of(part)) for key, part in value.items()]
-        if kind is partial:
-            return kind, self.of(value.func), self.of(value.args), self.of(value.keywords)
-        if isinstance(value, ModuleType):
-            if value.__name__.partition(".")[0] in _MODULES:
-                return kind, value.__name__
-        elif kind is BuiltinFunctionType and str(value.__module__).partition(".")[0] in _MODULES:
-            self.kept.append(value)
-            return kind, id(value)
-        raise _Unknown
-
-    def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
-        place = self._places.get(id(tensor))
-        if place is None:
-            place = self._places[id(tensor)] = len(self._places)
-            self.tensors.append(tensor)
-        return torch.Tensor, place, tensor.dtype, tensor.shape, tensor.device
-
-    def _of_function(self, function: FunctionType) -> Hashable:
-        place = self._places.get(id(function))
-        if place is not None:
-            return FunctionType, place
-        self._places[id(function)] = len(self._places)
-        code, names = function.__code__, _global_names(function.__code__)
-        self.kept.append(code)
-        key: list[Hashable] = [id(code)]
-        try:
-            if function.__closure__ is not None:
-                key += [self.of(cell.cell_contents) for cell in function.__closure__]
-        except ValueError as error:  # an empty cell
-            raise _Unknown from error
-        if function.__defaults__ or function.__kwdefaults__:
-            key += [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
-        known = function.__globals__
-        key += [(name, self.of(known[name])) for name in names if name in known]
-        return tuple(key)
-
-
-_names: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
-
-
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """Names in the code that may be those of global variables."""
-    found = _names.get(id(code))
-    if found is None or found[0] is not code:
-        if len(_names) > 1024:
-            _names.clear()
-        found = _names[id(code)] = code, tuple(dict.fromkeys(_names_in(code)))
-    return found[1]
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)

@@ -18,6 +18,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne, "neg": operator.neg,
     "not": operator.invert, "tanh": torch.tanh, "exp": torch.exp, "exp2": torch.exp2, "log": torch.log,
     "log2": torch.log2, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "sigmoid": torch.sigmoid, "floor": torch.floor,
+    "sin": torch.sin, "cos": torch.cos, "erf": torch.erf,
     "abs": torch.abs, "minimum": torch.minimum, "maximum": torch.maximum, "where": torch.where,
 }  # fmt: skip
 

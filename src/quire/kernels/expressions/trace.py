@@ -25,12 +25,15 @@ from quire.kernels.expressions.tree import (
     Operand,
     Tree,
     as_float32,
+    bounds_of,
 )
 
 _RANKS = {BOOL: 0, INT: 1, FLOAT: 2}  #: an operation takes the highest type of its arguments
 _MOST_NODES = 1000  #: of one function; the compiler would need minutes for more
 MOST_DIMS = 4  #: of an operand
 _HERE = __name__.rpartition(".")[0]
+#: call() and method() of torch_functions.py, which imports this module.
+TORCH: dict[str, Callable[..., Any]] = {}
 
 
 class Untraceable(ValidationError):
@@ -69,6 +72,8 @@ class Tracer:
         self.ranks: dict[str, int] = {}
         self.sizes: dict[str, int] = {}  # for each tensor, the last dimension whose size is read
         self.num_nodes = 0
+        #: An operation where other rules hold than those of a quire.Variant; else None.
+        self.rules: Callable[[str, Value, Value], Value | None] | None = None
 
     def operand(self, name: str) -> Value | TensorValue | None:
         """The value that records reads of a declared operand; None if it is not declared."""
@@ -118,6 +123,14 @@ class Tracer:
         if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # numpy's numbers, torch's scalars
             return self.constant(value.item())
         return self.constant(value)
+
+    def array(self, tensor: Any) -> Any:
+        """A tensor beside values."""
+        fail(f"expected numbers and values of the kernel, got a tensor {list(tensor.shape)}.")
+
+    def bounds(self, node: Node) -> tuple[int, int]:
+        """The least and the greatest integer that a value may be."""
+        return bounds_of(node, {})
 
     def read(self, name: str, index: Any) -> Value:
         """An element of the tensor `name`."""
@@ -220,22 +233,24 @@ class Value:
         return self.tracer.value("not", self.node.type, self)
 
     def __pow__(self, exponent: Any) -> Value:
-        if not isinstance(exponent, int) or isinstance(exponent, bool) or not 1 <= exponent <= 8:
-            fail(f"**: expected a whole exponent from 1 to 8, got {exponent!r}; write exp2(y * log2(x)), or sqrt(x).")
-        power = self
-        for _ in range(exponent - 1):
-            power = power * self
-        return power
+        found: Value = TORCH["call"]("pow", (self, exponent), {})
+        return found
+
+    def __rpow__(self, base: Any) -> Value:
+        found: Value = TORCH["call"]("pow", (self.tracer.lift(base), self), {})
+        return found
 
     def to(self, dtype: Any) -> Value:
         """As torch's to(), for float and integer types."""
         name = str(dtype).removeprefix("torch.")
+        name = {"float64": "float32", "int": "int32", "long": "int64", "float": "float32"}.get(name, name)
         if name not in OPERAND_TYPES:
             fail(f"to(): expected one of {', '.join(OPERAND_TYPES)}, got {dtype}.")
         kind = OPERAND_TYPES[name]
         if kind == BOOL:
             return self if self.node.type == BOOL else self != 0
-        return call("to_float" if kind == FLOAT else "to_int", self)
+        found = call("to_float" if kind == FLOAT else "to_int", self)
+        return found & 255 if name == "uint8" else found
 
     def float(self) -> Value:
         """As torch's float()."""
@@ -245,18 +260,37 @@ class Value:
         """As torch's int(): rounds towards 0."""
         return call("to_int", self)
 
-    def new_ones(self, size: Any, *, dtype: Any, device: Any = None) -> Value:
+    @property
+    def dtype(self) -> Any:
+        """The torch.dtype of such values in a kernel."""
+        import torch  # loaded by whoever asks
+
+        return {BOOL: torch.bool, INT: torch.int32, FLOAT: torch.float32}[self.node.type]
+
+    @property
+    def shape(self) -> tuple[()]:
+        """As torch's: a value has no dimensions."""
+        return ()
+
+    def dim(self) -> Any:
+        """As torch's."""
+        return 0
+
+    ndim = property(dim)
+
+    def new_ones(self, size: Any, *, dtype: Any = None, device: Any = None) -> Value:
         """As torch's, without dimensions; torch's and_masks() calls it."""
-        return self._filled(1, size, dtype, device)
+        return self.new_full(size, 1, dtype=dtype, device=device)
 
-    def new_zeros(self, size: Any, *, dtype: Any, device: Any = None) -> Value:
+    def new_zeros(self, size: Any, *, dtype: Any = None, device: Any = None) -> Value:
         """As torch's, without dimensions; torch's or_masks() calls it."""
-        return self._filled(0, size, dtype, device)
+        return self.new_full(size, 0, dtype=dtype, device=device)
 
-    def _filled(self, number: Any, size: Any, dtype: Any, device: Any) -> Value:
+    def new_full(self, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Value:
+        """As torch's, without dimensions."""
         if tuple(size) or device is not None:
-            fail(f"new_ones(), new_zeros(): expected no dimensions and no device, got {size} and {device}.")
-        return self.tracer.constant(number).to(dtype)
+            fail(f"new_ones(), new_zeros(), new_full(): expected no dimensions and no device, got {size} and {device}.")
+        return self.tracer.constant(fill_value).to(self.dtype if dtype is None else dtype)
 
     def __bool__(self) -> NoReturn:
         fail(
@@ -274,21 +308,19 @@ class Value:
         fail("a value of the kernel cannot be written; give the result a name of its own.")
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TORCH:
-            return lambda *args: call_torch(name, (self, *args), {})
-        if name.startswith("__"):
-            raise AttributeError(name)
-        fail(f"values of the kernel have no {name!r}; they have operators, to(), and the functions {_known()}.")
+        return TORCH["method"](self, name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_torch(getattr(func, "__name__", str(func)), args, kwargs or {})
+        return TORCH["call"](getattr(func, "__name__", str(func)), args, kwargs or {})
 
 
 def operate(op: str, a: Any, b: Any) -> Value:
     """Record a binary operation with at least one Value."""
     tracer = a.tracer if isinstance(a, Value) else b.tracer
     left, right = tracer.lift(a), tracer.lift(b)
+    if tracer.rules is not None and (found := tracer.rules(op, left, right)) is not None:
+        return found
     kind = _common(left, right)
     if op in ("and", "or", "xor", "shl", "shr", "floordiv", "mod") and kind == FLOAT:
         hint = {"floordiv": "; write floor(a / b)", "mod": "; write a - floor(a / b) * b"}.get(op, "")
@@ -336,39 +368,3 @@ def call(name: str, *args: Any) -> Value:
     kind = _common(*values)
     kind = INT if kind == BOOL else kind
     return tracer.value(name, kind, *(convert(value, kind) for value in values))
-
-
-#: Torch's functions and methods, and the operations that they record.
-_TORCH = {
-    **{name: name for name in (*FLOAT_FUNCTIONS, "abs", "minimum", "maximum", "where")}, "absolute": "abs",
-}  # fmt: skip
-_TORCH_OPERATORS = {
-    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div", "divide": "div",
-    "true_divide": "div", "floor_divide": "floordiv", "remainder": "mod", "logical_and": "and", "logical_or": "or",
-    "logical_xor": "xor", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "lt": "lt", "le": "le",
-    "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "less": "lt", "greater": "gt",
-    **{f"__{name}__": op for name, op in (
-        ("add", "add"), ("mul", "mul"), ("and", "and"), ("or", "or"), ("xor", "xor"), ("lt", "lt"), ("le", "le"),
-        ("gt", "gt"), ("ge", "ge"), ("eq", "eq"), ("ne", "ne"), ("sub", "sub"), ("truediv", "div"),
-    )},
-}  # fmt: skip
-_REFLECTED = {"__radd__": "add", "__rmul__": "mul", "__rsub__": "sub", "__rtruediv__": "div", "rsub": "sub"}
-
-
-def call_torch(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Record a call of torch's function `name`."""
-    if not kwargs and name in _TORCH:
-        return call(_TORCH[name], *args)
-    if not kwargs and name in _TORCH_OPERATORS and len(args) == 2:
-        return operate(_TORCH_OPERATORS[name], *args)
-    if not kwargs and name in _REFLECTED and len(args) == 2:
-        return operate(_REFLECTED[name], args[1], args[0])
-    if not kwargs and name in ("logical_not", "bitwise_not", "neg", "negative") and len(args) == 1:
-        return -args[0] if name.startswith("neg") else ~args[0]
-    if not kwargs and name == "clamp" and len(args) == 3:
-        return call("minimum", call("maximum", args[0], args[1]), args[2])
-    fail(f"torch's {name}() is no function of values of the kernel; there are operators and {_known()}.")
-
-
-def _known() -> str:
-    return ", ".join(sorted(_TORCH))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -31,7 +31,7 @@ BINARY = {
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 UNARY = {"neg": "-", "not": "~"}
 #: Functions from float to float.
-FLOAT_FUNCTIONS = ("tanh", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sigmoid", "floor")
+FLOAT_FUNCTIONS = ("tanh", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sigmoid", "floor", "sin", "cos", "erf")
 #: All functions in texts, and their numbers of arguments.
 FUNCTIONS = {
     **dict.fromkeys(FLOAT_FUNCTIONS, 1), "abs": 1, "to_float": 1, "to_int": 1, "minimum": 2, "maximum": 2, "where": 3,
@@ -120,6 +120,59 @@ def indices_in(root: Node | None) -> set[str]:
     """The indices that a tree reads."""
     nodes = () if root is None else root.walk()
     return {str(node.value) for node in nodes if node.op == "index"}
+
+
+INT32 = -(2**31), 2**31 - 1
+
+
+def bounds_of(root: Node, limits: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """The least and the greatest value of a tree of integers. limits: those of indices, which are else from 0 on."""
+    found: dict[int, tuple[int, int]] = {}
+    for node in root.walk():
+        low, high = _bounds(node, [found[id(arg)] for arg in node.args], limits)
+        found[id(node)] = (low, high) if INT32[0] <= low and high <= INT32[1] else INT32
+    return found[id(root)]
+
+
+def _bounds(node: Node, args: list[tuple[int, int]], limits: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    if node.type == BOOL:
+        return 0, 1
+    if node.type != INT:
+        return INT32
+    if node.op == "const":
+        return int(node.value), int(node.value)
+    if node.op in ("index", "size"):
+        return limits.get(str(node.value), (0, INT32[1]))
+    if node.op == "to_int" and node.args[0].type == BOOL:
+        return 0, 1
+    if node.op == "where":
+        return min(args[1][0], args[2][0]), max(args[1][1], args[2][1])
+    if node.op == "neg":
+        return -args[0][1], -args[0][0]
+    if len(args) == 2:
+        return _bounds_of_two(node.op, *args)
+    return INT32
+
+
+def _bounds_of_two(op: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    if op in ("minimum", "maximum"):
+        choose = min if op == "minimum" else max
+        return choose(a[0], b[0]), choose(a[1], b[1])
+    if op in ("add", "sub"):
+        return (a[0] + b[0], a[1] + b[1]) if op == "add" else (a[0] - b[1], a[1] - b[0])
+    if op == "mul":
+        products = [x * y for x in a for y in b]
+        return min(products), max(products)
+    if op == "floordiv" and b[0] > 0:
+        quotients = [x // y for x in a for y in b]
+        return min(quotients), max(quotients)
+    if op == "mod" and b[0] > 0:
+        return a if a[0] >= 0 and a[1] < b[0] else (0, b[1] - 1)
+    if op == "shr" and a[0] >= 0:
+        return 0, a[1]
+    if op == "and" and max(a[0], b[0]) >= 0:
+        return 0, min(x[1] for x in (a, b) if x[0] >= 0)
+    return INT32
 
 
 def to_text(score: Node | None, mask: Node | None, operands: tuple[Operand, ...]) -> str:
