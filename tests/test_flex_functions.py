@@ -26,6 +26,8 @@ SOURCE = torch.Generator().manual_seed(7)
 SLOPES, TABLE = torch.rand(HEADS, generator=SOURCE), torch.randn(HEADS, 30, generator=SOURCE)
 PAIRS = torch.randint(0, 9, (KV_LEN, 2), generator=SOURCE, dtype=torch.int32)
 ROPE_Q, ROPE_K = (torch.randn(BATCH, HEADS, n, 6, generator=SOURCE) for n in (Q_LEN, KV_LEN))
+LISTED = torch.randint(0, 4, (BATCH, HEADS, 3, 2), generator=SOURCE)
+DOCUMENT, STARTS = torch.arange(KV_LEN) // 5, torch.tensor([0, 5, 10], dtype=torch.int32)
 LIMIT, GAIN = torch.tensor(5), torch.tensor(0.7)
 SCORES = 3 * torch.randn(BATCH, HEADS, Q_LEN, KV_LEN, generator=SOURCE, dtype=torch.float64)
 
@@ -113,10 +115,35 @@ MASKS: dict[str, Function] = {
     "neighbours": lambda b, h, i, j: ((i // 3).clamp(1, 2) - j // 3).abs() <= 1,
     "intervals": lambda b, h, i, j: (PAIRS[j][0] <= i) & (i < PAIRS[j][1]),
     "intervals at once": lambda b, h, i, j: (PAIRS[j] <= i).any(),
+    "neighbourhood in a picture": lambda b, h, i, j: (
+        ((i // 4).clamp(1, 2) - j // 4).abs().maximum((i % 4).clamp(1, 2) - j % 4) <= 1
+    ),
+    "tiles of a picture": lambda b, h, i, j: (
+        (_tiled(i)[0].clamp(1, 2) - _tiled(j)[0]).abs() + (_tiled(i)[1] - _tiled(j)[1]).abs() <= 2
+    ),
+    "order of a curve": lambda b, h, i, j: (_even_bits(i) - _even_bits(j)).abs() + (_even_bits(i >> 1) ^ 1) < 3,
+    "listed tiles": lambda b, h, i, j: (LISTED[b, h, i // 4] == (j // 4).unsqueeze(-1)).any(dim=-1),
+    "documents by their starts": lambda b, h, i, j: (DOCUMENT[i] == DOCUMENT[j]) & (j - STARTS[DOCUMENT[j]] <= 2),
+    "shared prefix": lambda b, h, i, j: (
+        ((j >= STARTS[DOCUMENT[i]]) & (i >= j)) | ((DOCUMENT[i] != 0) & (j < STARTS[DOCUMENT[i] * 0 + 1]))
+    ),
     "finite": lambda b, h, i, j: torch.isfinite(1.0 / (i - j)) | torch.isnan((i * 0.0) / (j * 0.0)),
     "masks together": lambda b, h, i, j: AND(b, h, i, j),
     "partial": lambda b, h, i, j: PART(b, h, i, j),
 }  # fmt: skip
+
+
+def _tiled(index: Any) -> tuple[Any, Any]:
+    """Column and row of an index of tiles of two by two in a picture four wide."""
+    tile, inside = index // 4, index % 4
+    return tile % 2 * 2 + inside % 2, tile // 2 * 2 + inside // 2
+
+
+def _even_bits(code: Any) -> Any:
+    """The bits at even places."""
+    code = code & 0x55
+    code = (code | (code >> 1)) & 0x33
+    return (code | (code >> 2)) & 0x0F
 
 
 def within(width: int, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch.overrides import TorchFunctionMode
 
+from quire.attention.flex_inputs import Inputs, check_lengths, is_other, mask_of
 from quire.engine.attention import Attention
-from quire.engine.checks import check_flags, check_shape, check_tensor, refuse, scalar
+from quire.engine.checks import check_flags, scalar
 from quire.engine.operands import split_operands
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, heads, logits_options
@@ -46,37 +47,43 @@ _TENSORS = torch.Tensor, torch.nn.Parameter
 def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
     scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
-    kernel_options: Any = None,
+    kernel_options: Any = None, *, return_aux: None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
     scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True], kernel_options: Any = None,
+    return_aux: None = None,
 ) -> Pair: ...  # fmt: skip
 @overload
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any: ...
 def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
-    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
+    return_aux: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of query [batch, num_qo_heads, q_len, head_dim] over key and value [batch, num_kv_heads, kv_len, ...].
 
-    score_mod(score, batch, head, q_idx, kv_idx): returns the new score. block_mask: the result of torch's
-        create_block_mask(), of which the function mask_mod(batch, head, q_idx, kv_idx) is used. Both functions are
-        traced, so they cannot contain an `if` on a value. Values have torch's operators, functions and methods. The
-        functions may read tensors of the enclosing scope, as in x[head, q_idx], and rows of up to 256 elements, as in
+    score_mod(score, batch, head, q_idx, kv_idx): returns the new score. block_mask: torch's BlockMask, from
+        create_block_mask() or BlockMask.from_kv_blocks(): its lists say which blocks are computed, and its function
+        mask_mod(batch, head, q_idx, kv_idx) which elements of the partial ones. Both functions are traced, so they
+        cannot contain an `if` on a value. Values have torch's operators, functions and methods. The functions may read
+        tensors of the enclosing scope, as in x[head, q_idx], and rows of up to 256 elements, as in
         torch.dot(x[head], y[kv_idx]); new values of these tensors do not compile again. Python numbers are constants.
         Comparisons of q_idx and kv_idx that mean causal or a sliding window run as kernels' own masks, also beside
         others (`&`).
-    scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options is refused.
+    scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options: options of
+        torch's kernels, which Quire's do not need. return_aux: torch's AuxRequest, of lse.
 
-    Tensors that are views of [batch, length, heads, head_dim] are read in place; others are copied. The same functions
-    are traced once, and the plan of a block mask serves all layers that use it: create a new block mask when its
-    tensors change. After one call of the same shapes, the call may be captured in a CUDA graph.
+    The batch of key and value may be 1. Tensors that are views of [batch, length, heads, head_dim] are read in place;
+    others are copied, and head dims that kernels do not have (below 32, or no multiple of 8) are padded with zeros. The
+    same functions are traced once, and the plan of a block mask serves all layers that use it: create a new block mask
+    when its tensors change. After one call of the same shapes, the call may be captured in a CUDA graph.
 
     Returns o [batch, num_qo_heads, q_len, head_dim of value], or (o, lse) with return_lse=True, lse [batch,
-    num_qo_heads, q_len] in float32, with the natural logarithm, as in torch. Raises ValidationError that names the
-    argument, or the line of a function that cannot be traced.
+    num_qo_heads, q_len] in float32, with the natural logarithm, as in torch, or (o, AuxOutput) with return_aux. Raises
+    ValidationError that names the argument, or the line of a function that cannot be traced, and UnsupportedError for
+    what no kernel takes, such as float32 on a GPU.
 
     >>> q, k, v = torch.randn(2, 4, 9, 64), torch.randn(2, 4, 30, 64), torch.randn(2, 4, 30, 64)
     >>> slopes = torch.rand(4)
@@ -88,16 +95,38 @@ def flex_attention(
             "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.compile "
             "(torch.compiler.disable), capture it in a CUDA graph, or plan a wrapper with a quire.Variant."
         )
-    traced = _known_trace(score_mod, getattr(block_mask, "mask_mod", None), query, key)
+    if return_aux is not None:
+        return _with_aux(return_aux, return_lse, query, key, value, score_mod, block_mask, scale, enable_gqa)
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise ValidationError(f"kernel_options: expected a dict or None, got {type(kernel_options).__name__}.")
+    traced = _known_trace(score_mod, mask_of(block_mask), query, key)
     is_plain = type(enable_gqa) is type(return_lse) is bool and type(scale) in (float, int, type(None))
-    if traced is None or type(value) not in _TENSORS or kernel_options is not None or not is_plain:
-        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    if traced is None or type(value) not in _TENSORS or not is_plain:
+        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     options = traced.key, scale, type(scale), enable_gqa, return_lse
     return repeated(
         options, (query, key, value, *traced.of_score.values()), _attend,
-        (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, None, traced),
+        (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, traced),
         sources=_sources(block_mask, traced),
     )  # fmt: skip
+
+
+def _with_aux(return_aux: Any, return_lse: bool, *args: Any) -> Any:
+    """The result, and torch's AuxOutput with what was asked for."""
+    from torch.nn.attention.flex_attention import AuxOutput  # loaded by whoever made the AuxRequest
+
+    if return_lse:
+        raise ValidationError("return_lse: expected it or return_aux, got both; pass return_aux=AuxRequest(lse=True).")
+    lse, max_scores = getattr(return_aux, "lse", None), getattr(return_aux, "max_scores", None)
+    if type(lse) is not bool or type(max_scores) is not bool:
+        raise ValidationError(f"return_aux: expected torch's AuxRequest, got {type(return_aux).__name__}.")
+    if max_scores:
+        raise UnsupportedError(
+            "return_aux: max_scores is not supported, as kernels keep the maximum of a row to themselves; ask for lse."
+        )
+    result = flex_attention(*args, return_lse=lse)
+    o, statistics = result if lse else (result, None)
+    return o, AuxOutput(lse=statistics, max_scores=None)
 
 
 def _sources(block_mask: Any, traced: _Trace) -> tuple[Any, ...]:
@@ -107,80 +136,48 @@ def _sources(block_mask: Any, traced: _Trace) -> tuple[Any, ...]:
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
-    enable_gqa: bool, return_lse: bool, kernel_options: Any, traced: _Trace | None = None,
+    enable_gqa: bool, return_lse: bool, traced: _Trace | None = None,
 ) -> Any:  # fmt: skip
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
-    refuse(kernel_options=kernel_options)
     if scale is not None:
         scalar(scale, "scale", positive=True)
-    _check_shapes(query, key, value, enable_gqa)
-    mask_mod = _mask_of(block_mask, (query, key))
-    traced = traced or _Trace.of(score_mod, mask_mod, (query.shape[2], key.shape[2]))
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    attention = _planned(block_mask, (query, key, value), scale, traced)
+    inputs = Inputs.of(query, key, value, enable_gqa)
+    check_lengths(block_mask, query, key)
+    traced = traced or _Trace.of(score_mod, mask_of(block_mask), (query.shape[2], key.shape[2]))
+    attention = _planned(block_mask, inputs, scale, traced)
+    if attention is None:  # the lists of the block mask are not those of its function
+        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    q, k, v = (t.flatten(0, 1) for t in inputs.tensors)
     options = RunOptions(operands=traced.of_score, lse_unit=LN2)
     result = attention.run(q, (k, v), return_lse=return_lse, options=options)
     o, lse = result if return_lse else (result, None)
-    batch, _, q_len, _ = query.shape
-    o = o.unflatten(0, (batch, q_len)).transpose(1, 2)
+    batch, q_len = inputs.query.shape[:2]
+    o = o[..., : inputs.head_dim_vo].unflatten(0, (batch, q_len)).transpose(1, 2)
     return o if lse is None else (o, lse.unflatten(0, (batch, q_len)).transpose(1, 2))
 
 
-def _mask_of(block_mask: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Its function; None if it hides nothing."""
-    if block_mask is None:
-        return None
-    found = getattr(block_mask, "mask_mod", None)
-    if found is None:
-        raise ValidationError(
-            f"block_mask: expected what torch's create_block_mask() gives, got {type(block_mask).__name__}."
-        )
-    lens = [t.shape[2] for t in tensors]
-    if lens != [*block_mask.shape[-2:]]:
-        raise ValidationError(
-            f"block_mask: expected one of {lens[0]} queries and {lens[1]} keys, got {list(block_mask.shape)}; create "
-            f"one for these lengths."
-        )
-    from torch.nn.attention.flex_attention import noop_mask  # loaded by whoever made the block mask
-
-    if found is not noop_mask:
-        return found
-    if not block_mask.to_dense().all():
-        raise ValidationError(
-            "block_mask: expected a function mask_mod, got lists of blocks alone: write the mask as a function, or "
-            "pass the lists to BlockSparseAttentionWrapper."
-        )
-    return None
-
-
-def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
-    sizes: dict[str, int | None] = {"batch": None, "num_qo_heads": None, "q_len": None, "head_dim": None}
-    check_shape(check_tensor(query, "query"), "query", sizes)
-    batch, qo_heads, _, head_dim = query.shape
-    sizes = {"batch": batch, "num_kv_heads": None if enable_gqa else qo_heads, "kv_len": None, "head_dim": head_dim}
-    check_shape(check_tensor(key, "key"), "key", sizes)
-    sizes = {"batch": batch, "num_kv_heads": key.shape[1], "kv_len": key.shape[2], "head_dim_vo": None}
-    check_shape(check_tensor(value, "value"), "value", sizes)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype is not query.dtype:
-            raise ValidationError(f"{name}: expected the dtype of query, {query.dtype}, got {tensor.dtype}.")
-
-
-def _planned(block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | None, traced: _Trace) -> Attention:
-    """The plan of the last such call, if its mask read the same tensors, or a new one."""
-    (batch, qo_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = tensors[0].shape, tensors[1].shape
-    query, parts, of_mask = tensors[0], traced.parts, traced.of_mask
+def _planned(block_mask: Any, inputs: Inputs, scale: float | None, traced: _Trace) -> Attention | None:
+    """The plan of the last such call, if its mask read the same tensors, or a new one; None if the block mask turns out
+    to have another function than was traced.
+    """
+    (batch, q_len, qo_heads, head_dim), (_, kv_len, kv_heads, _) = inputs.query.shape, inputs.key.shape
+    parts, of_mask, device = traced.parts, traced.of_mask, inputs.query.device
     options = PlanOptions(
-        *heads(qo_heads, kv_heads), head_dim, tensors[2].shape[3], Types.of(query.dtype, None, None),
-        logits_options(head_dim, scale, parts.window_left, None, "NONE"), causal=parts.causal, page_size=0,
+        *heads(qo_heads, kv_heads), head_dim, inputs.value.shape[3], Types.of(inputs.query.dtype, None, None),
+        logits_options(inputs.head_dim, scale, parts.window_left, None, "NONE"), causal=parts.causal, page_size=0,
         variant=traced.variant,
     )  # fmt: skip
 
-    def spec() -> AttentionSpec:
+    def indices() -> Indices:
         kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * kv_len
-        return AttentionSpec(Indices(batch, None, q_len, kv_indptr, None, None, 1), options, operands=of_mask)
+        return Indices(batch, None, q_len, kv_indptr, None, None, 1)
 
-    return plan_of(("flex", options, batch, q_len, kv_len), _sources(block_mask, traced), query.device, spec)
+    if is_other(block_mask, options, indices, of_mask, device):
+        return None
+    return plan_of(
+        ("flex", options, batch, q_len, kv_len), _sources(block_mask, traced), device,
+        lambda: AttentionSpec(indices(), options, operands=of_mask),
+    )  # fmt: skip
 
 
 # --- tracing ---------------------------------------------------------------------------------------------------------
@@ -344,8 +341,7 @@ _NOT_MET: Any = object()
 
 def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace | None:
     """The trace of functions that are known to depend on nothing else than earlier ones did; else None."""
-    is_noop = getattr(mask_mod, "__name__", "") == "noop_mask"  # the lists of its block mask are looked at in each call
-    state = None if is_noop else state_of(score_mod, mask_mod)
+    state = state_of(score_mod, mask_mod)
     if state is None or type(query) not in _TENSORS or type(key) not in _TENSORS or not query.dim() == key.dim() == 4:
         return None
     lengths = query.shape[2], key.shape[2]

@@ -21,6 +21,7 @@ from quire.engine.device import (
     max_ctas,
     on_cuda,
     partials_bytes,
+    target_of,
     uploader_of,
 )
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
@@ -29,7 +30,7 @@ from quire.engine.operands import check_names, write_operands
 from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule, measure_schedule, schedule_input
 from quire.errors import PlanError, ValidationError
-from quire.jit import CudaModule, HostModule, Module, get_module, host_target
+from quire.jit import CudaModule, HostModule, Module, get_module, host_target, without_matrix_unit
 from quire.jit.unit import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import with_operands
@@ -391,3 +392,36 @@ def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -
     if bits.dtype is not torch.uint8:
         raise ValidationError(f"{name}: expected dtype torch.uint8, got {bits.dtype}.")
     return bits.contiguous()
+
+
+def blocks_of_mask(
+    options: PlanOptions, indices: Indices, given: Mapping[str, Any], block: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """What a variant's mask, with the plan's causal mask and window, leaves of blocks of (queries, keys): uint8
+    [batch_size, rows of blocks, columns], bit 0: some element of the block, bit 1: all of a whole block.
+    """
+    variant, (rows, keys) = options.variant, block
+    assert variant is not None and indices.qo_len is not None
+    kv_lens, width = indices.kv_lens().tolist(), -(-int(indices.kv_lens().max()) // keys)
+    height = -(-indices.qo_len // rows)
+    tiles = (RowTile * (len(kv_lens) * height))(*(
+        RowTile(
+            request=request, row_begin=row * rows, kv_end=width, work_begin=(request * height + row) * width,
+            kv_len=kv_len, qo_len=indices.qo_len,
+        )
+        for request, kv_len in enumerate(kv_lens) for row in range(height)
+    ))  # fmt: skip
+    sent = torch.frombuffer(tiles, dtype=torch.uint8).to(device)
+    found = torch.empty(len(kv_lens), height, width, dtype=torch.uint8, device=device)
+    todo = with_operands(ExpressionBlocksParams, operands_struct(variant.expression))(
+        tiles=sent.data_ptr(), num_tiles=len(tiles), tile_rows=rows, tile_kv=keys, group_size=1,
+        num_qo_heads=options.num_qo_heads, mask_mode=MaskMode.CAUSAL if options.causal else MaskMode.NONE,
+        window_left=options.logits.window_left, has_heads=int("head" in indices_in(variant.expression.mask)),
+    )  # fmt: skip
+    todo.operands.block_mask = found.data_ptr()
+    names = variant.expression.mask_operands
+    write_operands(todo.operands, variant.expression, names, given, device, index_limits(options, indices))
+    operation = OperationKey("expression_blocks", without_matrix_unit(target_of(device)), f"expr{variant.digest}")
+    module = load(operation.spec(), device)[0]
+    launch(module, ctypes.addressof(todo), device, grid=CTAS_PER_ROW_TILE * len(tiles), block=PARALLEL_THREADS)
+    return found

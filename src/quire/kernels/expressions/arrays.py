@@ -225,6 +225,18 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
     return Array.of(tracer, (len(tensors),), [tracer.lift(part) for part in tensors])
 
 
+def _unsqueeze(input: Any, dim: int) -> Any:
+    """With one dimension more, of one element; of a value, an array of it."""
+    shape = (*input.shape,)
+    at = dim % (len(shape) + 1)
+
+    def element(place: Place) -> Value:
+        value: Value = input.at((*place[:at], *place[at + 1 :])) if shape else input
+        return value
+
+    return Array(input.tracer, (*shape[:at], 1, *shape[at:]), element)
+
+
 #: Of arrays as a whole.
 OF_ARRAYS: dict[str, Callable[..., Any]] = {
     "sum": _fold(_total), "prod": _fold(_chain("mul")), "amax": _fold(_chain("maximum")),
@@ -233,6 +245,7 @@ OF_ARRAYS: dict[str, Callable[..., Any]] = {
     "all": _fold(lambda values: _chain("and")([value.to("bool") for value in values])),
     "dot": _dot, "inner": _dot, "vdot": _dot, "matmul": _dot, "__matmul__": _dot, "stack": _stack,
     "__getitem__": lambda input, index: input[index], "unbind": lambda input: tuple(input),
+    "unsqueeze": _unsqueeze,
 }  # fmt: skip
 
 

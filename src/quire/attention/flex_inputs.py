@@ -1,0 +1,236 @@
+"""What flex_attention is given, as Quire computes with it: tensors of any strides and head dims, torch's block masks.
+
+A block mask says which blocks of (queries, keys) are computed (its lists), and which elements of the partial ones (its
+function). Lists that torch's create_block_mask() made say no more than the function, which then is the mask: kernels
+look for tiles of their own sizes. Other lists, and those without a function, are looked up by the mask: a table of
+states, one number a block. Which of both holds is found out once for each block mask.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.engine.checks import check_shape, check_tensor
+from quire.engine.graph import is_capturing
+from quire.engine.options import PlanOptions
+from quire.engine.planner import blocks_of_mask
+from quire.engine.schedule import Indices
+from quire.errors import PlanError, ValidationError
+
+_LEAST_DIM, _STEP = 32, 8  #: head dims of kernels are multiples of 8 from 32 on
+_ALIGNMENT = 16  #: bytes, of strides that all kernels read
+_ANY_LENGTH = 1 << 30  #: torch's block size of a mask for all lengths
+_HIDDEN, _PARTIAL, _FULL = 0, 1, 2  #: states of blocks
+_VISIBLE_BIT, _FULL_BIT = 1, 2  #: of blocks_of_mask()
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """Tensors [batch, length, heads, head_dim], whose head dims kernels have."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    head_dim: int  #: as given
+    head_dim_vo: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those that kernels read."""
+        return self.query, self.key, self.value
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> Inputs:
+        """Check the caller's tensors [batch, heads, length, head_dim]; pad, repeat and copy them where kernels ask."""
+        _check(query, key, value, enable_gqa)
+        batch = query.shape[0]
+        key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (key, value))
+        q, k, v = (_readable(_padded(t).transpose(1, 2)) for t in (query, key, value))
+        return cls(q, k, v, query.shape[3], value.shape[3])
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
+    sizes: dict[str, int | None] = {"batch": None, "num_qo_heads": None, "q_len": None, "head_dim": None}
+    check_shape(check_tensor(query, "query"), "query", sizes)
+    batch, qo_heads, _, head_dim = query.shape
+    of_keys = None if check_tensor(key, "key").dim() == 4 and key.shape[0] == 1 else batch
+    sizes = {"batch": of_keys, "num_kv_heads": None if enable_gqa else qo_heads, "kv_len": None, "head_dim": head_dim}
+    check_shape(key, "key", sizes)
+    sizes = {"batch": key.shape[0], "num_kv_heads": key.shape[1], "kv_len": key.shape[2], "head_dim_vo": None}
+    check_shape(check_tensor(value, "value"), "value", sizes)
+    if query.dtype is torch.float64:
+        raise ValidationError(
+            "query: expected float16, bfloat16 or, on a CPU, float32, got torch.float64; convert query, key and value "
+            "with .float()."
+        )
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype is not query.dtype:
+            raise ValidationError(f"{name}: expected the dtype of query, {query.dtype}, got {tensor.dtype}.")
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """With zeros up to the next head dim that kernels have."""
+    head_dim = tensor.shape[3]
+    more = max(_LEAST_DIM, -(-head_dim // _STEP) * _STEP) - head_dim
+    return torch.nn.functional.pad(tensor, (0, more)) if more else tensor
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """A view [batch, length, heads, head_dim] if kernels read its strides, else a copy."""
+    sizes, strides, item = tensor.shape[:3], tensor.stride(), tensor.element_size()
+    is_whole = all(n == 1 or (s > 0 and s * item % _ALIGNMENT == 0) for n, s in zip(sizes, strides[:3], strict=True))
+    is_row = strides[3] == 1 and tensor.data_ptr() % _ALIGNMENT == 0
+    return tensor if is_row and is_whole else tensor.contiguous()
+
+
+# --- block masks -----------------------------------------------------------------------------------------------------
+
+
+class _Known:
+    """What is known of a block mask."""
+
+    def __init__(self, block_mask: Any, given: Any) -> None:
+        self.ref, self.given = weakref.ref(block_mask, lambda _: _known.pop(id_, None)), given
+        id_ = id(block_mask)
+        self.function: Any = given  #: what kernels compute
+        self.is_settled = False  #: whether it has been compared with the lists
+
+
+_known: dict[int, _Known] = {}
+
+
+def _knowledge_of(block_mask: Any) -> _Known:
+    found = _known.get(id(block_mask))
+    given = getattr(block_mask, "mask_mod", None)
+    if found is not None and found.ref() is block_mask and found.given is given:
+        return found
+    if given is None or not hasattr(block_mask, "kv_indices"):
+        raise ValidationError(
+            f"block_mask: expected what torch's create_block_mask() gives, got {type(block_mask).__name__}."
+        )
+    from torch.nn.attention import flex_attention as theirs  # loaded by whoever made the block mask
+
+    if given is getattr(theirs, "_sliced_mask_mod_error", None):
+        raise ValidationError(
+            "block_mask: expected one with a function, got a slice of a block mask, which has none: set its mask_mod, "
+            "for the indices that it now has."
+        )
+    found = _known[id(block_mask)] = _Known(block_mask, given)
+    if given is theirs.noop_mask:
+        _refuse_capture(block_mask)
+        states = states_of(block_mask)
+        found.function, found.is_settled = None if bool(states.all()) else _listed(None, states, block_mask), True
+    return found
+
+
+def _refuse_capture(block_mask: Any) -> None:
+    """PlanError in a capture, where the lists of a new block mask cannot be looked at."""
+    if is_capturing(block_mask.kv_indices.device):
+        raise PlanError(
+            "block_mask: its lists are read once, which waits for the GPU; call flex_attention with it before the "
+            "capture."
+        )
+
+
+def mask_of(block_mask: Any) -> Any:
+    """The function of a block mask that kernels compute; None if it hides nothing."""
+    return None if block_mask is None else _knowledge_of(block_mask).function
+
+
+def check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    """ValidationError unless a block mask is for these tensors."""
+    if block_mask is None or (*block_mask.BLOCK_SIZE,) == (_ANY_LENGTH, _ANY_LENGTH):
+        return
+    lens = [query.shape[2], key.shape[2]]
+    if lens != [*block_mask.shape[-2:]]:
+        raise ValidationError(
+            f"block_mask: expected one of {lens[0]} queries and {lens[1]} keys, got {list(block_mask.shape)}; create "
+            f"one for these lengths, or take a part with block_mask._adjust({lens[0]}, {lens[1]})."
+        )
+    lists = block_mask.kv_num_blocks
+    for name, got, expected in zip(("batch", "heads"), lists.shape[:-1][-2:], query.shape[:2], strict=False):
+        if got not in (1, expected):
+            raise ValidationError(f"block_mask: expected a {name} of 1 or {expected}, got {list(block_mask.shape)}.")
+
+
+def is_other(
+    block_mask: Any, options: PlanOptions, indices: Callable[[], Indices], operands: Mapping[str, Any],
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether the lists of a block mask say something else than its function, so that mask_of() is another one from now
+    on. They are compared once.
+
+    options, indices, operands: those of a plan with the function as its mask.
+    """
+    if block_mask is None or (known := _knowledge_of(block_mask)).is_settled:
+        return False
+    _refuse_capture(block_mask)
+    states = states_of(block_mask).to(device)
+    known.is_settled = True
+    if bool((states == states[:, :1]).all()):  # the same for all heads
+        blocks = _blocks(options, indices(), operands, (*block_mask.BLOCK_SIZE,), device)
+        listed, shown = states[:, 0] != _HIDDEN, (blocks & _VISIBLE_BIT) != 0
+        filled, full = states[:, 0] == _FULL, (blocks & _FULL_BIT) != 0
+        if bool(((listed | ~shown) & (full | ~filled)).all()):
+            return False
+    known.function = _listed(known.given, states, block_mask)
+    return True
+
+
+def _blocks(
+    options: PlanOptions, indices: Indices, operands: Mapping[str, Any], block: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """What the mask of a plan leaves of blocks: [batch or 1, rows, columns], as blocks_of_mask() says it."""
+    if options.variant is not None and options.variant.has_mask:
+        return blocks_of_mask(options, indices, operands, block, device)
+    q_len, kv_len = indices.qo_len, int(indices.kv_lens()[0])
+    first, last = _ends(q_len, block[0], device, kv_len - q_len), _ends(kv_len, block[1], device, 0)
+    least, most = last[0] - first[1][:, None], last[1] - first[0][:, None]  # distances from queries to keys
+    right = 0 if options.causal else q_len + kv_len
+    left = options.logits.window_left if options.logits.window_left >= 0 else q_len + kv_len
+    shown, full = (least <= right) & (most >= -left), (most <= right) & (least >= -left)
+    return (shown * _VISIBLE_BIT + full * _FULL_BIT)[None]
+
+
+def _ends(length: int, size: int, device: torch.device, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last place in each block."""
+    begin = torch.arange(0, length, size, device=device)
+    return begin + offset, (begin + size - 1).clamp(max=length - 1) + offset
+
+
+def states_of(block_mask: Any) -> torch.Tensor:
+    """The state of each block, uint8 [batch or 1, heads or 1, rows, columns]: 0, hidden; 1, partial; 2, full."""
+    columns = -(-block_mask.shape[-1] // block_mask.BLOCK_SIZE[1])
+    states = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns) * _PARTIAL
+    if block_mask.full_kv_num_blocks is not None:
+        full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns) * _FULL
+        states = torch.maximum(states, full)
+    return states[(None,) * (4 - states.dim())]
+
+
+def _dense(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Which of the columns each row lists: uint8 [..., rows, columns]."""
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = torch.where(is_listed, indices, columns).clamp(0, columns).long()
+    rows = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.uint8, device=indices.device)
+    return rows.scatter_(-1, places, 1)[..., :columns].contiguous()
+
+
+def _listed(mask_mod: Any, states: torch.Tensor, block_mask: Any) -> Any:
+    """A mask function that looks up the state of each block, and asks mask_mod in partial ones."""
+    (batches, heads), (rows, keys) = states.shape[:2], block_mask.BLOCK_SIZE
+
+    def listed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        place = b if batches > 1 else 0, h if heads > 1 else 0, q_idx // rows, kv_idx // keys
+        state = states[place]
+        if mask_mod is None:
+            return state != 0
+        return (state == 2) | ((state == 1) & mask_mod(b, h, q_idx, kv_idx))
+
+    return listed

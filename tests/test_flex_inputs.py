@@ -1,0 +1,235 @@
+"""What flex_attention takes: tensors of any strides, batches and head dims, and block masks with lists of any kind."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
+
+import quire
+from quire.attention import flex_inputs
+from quire.attention.flex_inputs import mask_of, states_of
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 70, 100
+SOURCE = torch.Generator().manual_seed(5)
+
+
+def draw(device: str, heads: int, length: int, head_dim: int = 64, batch: int = BATCH) -> Tensor:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return torch.randn(batch, heads, length, head_dim, generator=SOURCE).to(dtype).to(device)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax in float64 over the keys that each query sees."""
+    k, v = (t.expand(len(q), -1, -1, -1).repeat_interleave(q.shape[1] // t.shape[1], 1).double() for t in (k, v))
+    score = q.double() @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    score = score if seen is None else score.masked_fill(~seen, -math.inf)
+    weights = torch.softmax(score, 3).masked_fill((score == -math.inf).all(3, keepdim=True), 0.0)
+    return weights @ v, torch.logsumexp(score, 3)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, **options: Any) -> None:
+    o, lse = quire.flex_attention(q, k, v, enable_gqa=True, return_lse=True, **options)
+    truth, of_rows = reference(q, k, v, seen)
+    assert o.shape == truth.shape and o.dtype is q.dtype
+    assert (o - truth).abs().max() < (1e-5 if q.is_cpu else 2e-2)
+    assert torch.equal(lse.isinf(), of_rows.isinf()) and (lse - of_rows).nan_to_num(0.0).abs().max() < 1e-4
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_key_and_value_of_one_batch(device):
+    q = draw(device, HEADS, Q_LEN)
+    k, v = (draw(device, KV_HEADS, KV_LEN, batch=1) for _ in range(2))
+    for _ in range(3):
+        check(q, k, v)
+
+
+def test_strides(device):
+    q = draw(device, HEADS, Q_LEN)
+    k, v = (draw(device, 1, KV_LEN) for _ in range(2))
+    check(q, k.expand(-1, KV_HEADS, -1, -1), v.expand(-1, KV_HEADS, -1, -1))
+    backwards = q.transpose(2, 3).contiguous().transpose(2, 3)
+    check(backwards, k, v)
+    odd = torch.empty(BATCH, HEADS, Q_LEN, 67, dtype=q.dtype, device=device)[..., 1:65]
+    odd.copy_(q)
+    check(odd, k, v)
+    check(q[:, :, ::2], k[:, :, 1::3], v[:, :, 1::3])
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(16, 16), (17, 59)])
+def test_head_dims_that_kernels_lack(head_dim, head_dim_vo, device):
+    q, k = draw(device, HEADS, Q_LEN, head_dim), draw(device, KV_HEADS, KV_LEN, head_dim)
+    check(q, k, draw(device, KV_HEADS, KV_LEN, head_dim_vo))
+
+
+def test_what_is_refused():
+    q, k = draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
+    for tensors, message in (
+        ((q.double(), k.double(), k.double()), "query: expected float16, bfloat16 or, on a CPU, float32"),
+        ((q, k.half(), k), "key: expected the dtype of query"),
+        ((q, k, k.half()), "value: expected the dtype of query"),
+        ((q, k[:, :2], k[:, :2]), "key: expected"),
+        ((torch.cat([q, q]), k, k), "key: expected"),
+        ((q, k[:1], k), "value: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quire.flex_attention(*tensors)
+
+
+def test_options_of_torchs_kernels_and_other_results():
+    q, k = draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
+    o, lse = quire.flex_attention(q, k, k, return_lse=True)
+    assert torch.equal(quire.flex_attention(q, k, k, kernel_options={"BLOCK_M": 64, "num_stages": 2}), o)
+    with pytest.raises(quire.ValidationError, match="kernel_options: expected a dict"):
+        quire.flex_attention(q, k, k, kernel_options=64)
+    if not hasattr(theirs, "AuxRequest"):
+        return
+    for wants in (True, False):
+        again, aux = quire.flex_attention(q, k, k, return_aux=theirs.AuxRequest(lse=wants))
+        assert torch.equal(again, o) and aux.max_scores is None
+        assert torch.equal(aux.lse, lse) if wants else aux.lse is None
+    with pytest.raises(quire.UnsupportedError, match="return_aux: max_scores is not supported"):
+        quire.flex_attention(q, k, k, return_aux=theirs.AuxRequest(max_scores=True))
+    with pytest.raises(quire.ValidationError, match="return_lse: expected it or return_aux, got both"):
+        quire.flex_attention(q, k, k, return_aux=theirs.AuxRequest(lse=True), return_lse=True)
+    with pytest.raises(quire.ValidationError, match="return_aux: expected torch's AuxRequest, got bool"):
+        quire.flex_attention(q, k, k, return_aux=True)
+
+
+# --- block masks -----------------------------------------------------------------------------------------------------
+
+
+def banded(b, h, q_idx, kv_idx):
+    return (q_idx // 8 + kv_idx // 8) % 3 != 0
+
+
+def elements(mask: BlockMask, function: Any = None) -> Tensor:
+    """Which elements a block mask shows: those of full blocks, and of partial ones those of the function."""
+    rows, keys = mask.BLOCK_SIZE
+    q_len, kv_len = mask.shape[-2:]
+    states = states_of(mask).repeat_interleave(rows, 2)[:, :, :q_len].repeat_interleave(keys, 3)[..., :kv_len]
+    if function is None:
+        return states > 0
+    sizes = (*states.shape[:2], q_len, kv_len)
+    at = [
+        torch.arange(n, device=states.device).view(*(-1 if d == i else 1 for d in range(4)))
+        for i, n in enumerate(sizes)
+    ]
+    return (states == 2) | ((states == 1) & function(*at))
+
+
+def lists(partial: Tensor, full: Tensor, function: Any, block: tuple[int, int], lens: tuple[int, int]) -> BlockMask:
+    """A block mask of these states [batch, heads, rows, columns], written by hand."""
+    found = []
+    for states in (partial, full):
+        order = torch.argsort(states.int(), dim=-1, descending=True, stable=True).int()
+        found += [states.sum(-1).int(), order]
+    return BlockMask.from_kv_blocks(*found, BLOCK_SIZE=block, mask_mod=function, seq_lengths=lens)
+
+
+def drawn_states(device: str, batch: int, heads: int, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    shape = (batch, heads, -(-Q_LEN // block[0]), -(-KV_LEN // block[1]))
+    kind = torch.randint(0, 3, shape, generator=SOURCE).to(device)
+    return kind == 1, kind == 2
+
+
+@pytest.mark.parametrize("batch, heads", [(1, 1), (BATCH, HEADS)])
+def test_lists_without_a_function(batch, heads, device):
+    q, k, v = draw(device, HEADS, Q_LEN), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))
+    mask = lists(*drawn_states(device, batch, heads, (16, 32)), None, (16, 32), (Q_LEN, KV_LEN))
+    for _ in range(2):
+        check(q, k, v, elements(mask), block_mask=mask)
+
+
+@pytest.mark.parametrize("batch, heads", [(BATCH, 1), (1, HEADS)])
+def test_lists_that_differ_from_their_function(batch, heads, device):
+    q, k, v = draw(device, HEADS, Q_LEN), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))
+    mask = lists(*drawn_states(device, batch, heads, (16, 32)), banded, (16, 32), (Q_LEN, KV_LEN))
+    for _ in range(2):
+        check(q, k, v, elements(mask, banded), block_mask=mask)
+    assert mask_of(mask) is not banded
+
+
+def test_lists_that_hide_some_of_a_causal_mask(device):
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx + (KV_LEN - Q_LEN) >= kv_idx
+
+    q, k, v = draw(device, HEADS, Q_LEN), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))
+    states = states_of(create_block_mask(causal, None, None, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=(16, 32)))
+    states[..., 1] = 0
+    mask = lists(states == 1, states == 2, causal, (16, 32), (Q_LEN, KV_LEN))
+    check(q, k, v, elements(mask, causal), block_mask=mask)
+    assert mask_of(mask) is not causal
+
+
+@pytest.mark.parametrize("block", [128, (16, 32)])
+def test_lists_that_say_what_their_function_says(block, device):
+    """Such a function is the mask: kernels look up no lists."""
+    q, k, v = draw(device, HEADS, Q_LEN), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))
+    mask = create_block_mask(banded, BATCH, HEADS, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=block)
+    check(q, k, v, elements(mask, banded), block_mask=mask)
+    assert mask_of(mask) is banded
+
+
+def test_comparisons_with_lists():
+    """Of the masks that kernels have, blocks are known without evaluating anything."""
+    for name, function in {
+        "causal": lambda b, h, i, j: i + 30 >= j, "window": lambda b, h, i, j: (i + 30 >= j) & (i + 30 - j <= 9),
+        "left": lambda b, h, i, j: i + 30 - j <= 40,
+    }.items():  # fmt: skip
+        for block in ((16, 32), (128, 128), (7, 11)):
+            mask = create_block_mask(function, None, None, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=block)
+            q, k = torch.zeros(1, 2, Q_LEN, 32), torch.zeros(1, 2, KV_LEN, 32)
+            quire.flex_attention(q, k, k, block_mask=mask)
+            assert mask_of(mask) is function, name
+            assert torch.equal(elements(mask, function), elements(mask) & function(*_grid(mask)))
+
+
+def _grid(mask: BlockMask) -> list[Tensor]:
+    sizes = (1, 1, *mask.shape[-2:])
+    return [torch.arange(n).view(*(-1 if d == i else 1 for d in range(4))) for i, n in enumerate(sizes)]
+
+
+def test_a_mask_made_for_longer_lengths():
+    long = create_block_mask(lambda b, h, i, j: i + 30 >= j, None, None, 512, 512, device="cpu")
+    q, k = draw("cpu", HEADS, Q_LEN), draw("cpu", KV_HEADS, KV_LEN)
+    with pytest.raises(quire.ValidationError, match=rf"block_mask: .*_adjust\({Q_LEN}, {KV_LEN}\)"):
+        quire.flex_attention(q, k, k, block_mask=long, enable_gqa=True)
+    part = long._adjust(Q_LEN, KV_LEN)
+    check(q, k, k, elements(part, long.mask_mod), block_mask=part)
+
+
+def test_block_masks_that_are_refused():
+    q, k = draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
+    mask = create_block_mask(banded, 3, None, Q_LEN, KV_LEN, device="cpu")
+    with pytest.raises(quire.ValidationError, match="block_mask: expected a batch of 1 or 2"):
+        quire.flex_attention(q, k, k, block_mask=mask)
+    if hasattr(theirs, "_sliced_mask_mod_error"):
+        with pytest.raises(quire.ValidationError, match="got a slice of a block mask"):
+            quire.flex_attention(q, k, k, block_mask=mask[:1])
+
+
+def test_a_mask_for_all_lengths():
+    q, k = draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
+    mask = theirs._create_empty_block_mask(q, k)
+    assert mask.mask_mod is noop_mask
+    check(q, k, k, block_mask=mask)
+
+
+def test_nothing_is_kept_of_a_mask_that_is_gone():
+    q = torch.zeros(1, 2, Q_LEN, 32)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, Q_LEN, Q_LEN, device="cpu")
+    quire.flex_attention(q, q, q, block_mask=mask)
+    place = id(mask)
+    assert place in flex_inputs._known
+    del mask
+    gc.collect()
+    assert place not in flex_inputs._known
