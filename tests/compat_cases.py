@@ -109,7 +109,8 @@ def flash_equal(rng: random.Random) -> Case:
 
     def check(a: Args, results: Results) -> None:
         q, k, v = _three(a, 2)
-        require(q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0], "tensors of other batches")
+        require(q.dim() == k.dim() == v.dim() == 4 and k.shape[0] in (1, q.shape[0]), "tensors of other batches")
+        k, v = (t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
         qo, kv = ([t.shape[1] * b for b in range(t.shape[0] + 1)] for t in (q, k))
         flat = (t.flatten(0, 1) for t in (q, k, v))
         o, *lse = results

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from quire.attention.flex_inputs import Inputs, check_lengths, is_other, mask_of
@@ -80,6 +81,9 @@ def flex_attention(
     same functions are traced once, and the plan of a block mask serves all layers that use it: create a new block mask
     when its tensors change. After one call of the same shapes, the call may be captured in a CUDA graph.
 
+    A function that torch.compile compiles calls it between two graphs; fullgraph=True, torch.export and other traces
+    refuse it: plan a wrapper with a quire.Variant there.
+
     Returns o [batch, num_qo_heads, q_len, head_dim of value], or (o, lse) with return_lse=True, lse [batch,
     num_qo_heads, q_len] in float32, with the natural logarithm, as in torch, or (o, AuxOutput) with return_aux. Raises
     ValidationError that names the argument, or the line of a function that cannot be traced, and UnsupportedError for
@@ -90,10 +94,16 @@ def flex_attention(
     >>> quire.flex_attention(q, k, v, lambda score, b, h, i, j: score + slopes[h] * (j - i)).shape
     torch.Size([2, 4, 9, 64])
     """
+    if is_dynamo_compiling():
+        outside: Any = torch.compiler.disable(flex_attention)  # type: ignore[no-untyped-call]  # a graph ends here
+        return outside(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+            return_aux=return_aux,
+        )  # fmt: skip
     if is_tracing():
         raise UnsupportedError(
-            "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.compile "
-            "(torch.compiler.disable), capture it in a CUDA graph, or plan a wrapper with a quire.Variant."
+            "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.export, "
+            "make_fx and fake tensors, or plan a wrapper with a quire.Variant."
         )
     if return_aux is not None:
         return _with_aux(return_aux, return_lse, query, key, value, score_mod, block_mask, scale, enable_gqa)
