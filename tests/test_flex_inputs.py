@@ -258,3 +258,32 @@ def test_nothing_is_kept_of_a_mask_that_is_gone():
     del mask
     gc.collect()
     assert place not in flex_inputs._known
+
+
+def test_torchs_paged_attention():
+    """One cache for all requests, a batch of 1, whose block mask and score follow a table of pages."""
+    paged = pytest.importorskip("torch.nn.attention.experimental._paged_attention")
+    page_size, lens = 16, (64, 32)
+    cache = paged.PagedAttention(12, page_size, BATCH, device="cpu")
+    q = draw("cpu", KV_HEADS, 32)
+    k, v = (draw("cpu", KV_HEADS, 64) for _ in range(2))
+    pages = [torch.zeros(1, KV_HEADS, 12 * page_size, 64) for _ in range(2)]
+    for request in (1, 0):
+        cache.reserve(torch.tensor(request), torch.tensor(lens[request]))
+    every = torch.arange(BATCH)
+    for request, length in enumerate(lens):
+        at, own = torch.arange(length)[None], slice(request, request + 1)
+        cache.assign(every[own], at, k[own, :, :length], v[own, :, :length], *pages)
+
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    def steep(score, b, h, q_idx, kv_idx):
+        return score + 0.1 * (kv_idx - q_idx)
+
+    logical = create_block_mask(causal, BATCH, None, 32, 64, device="cpu", BLOCK_SIZE=(16, page_size))
+    mask = cache.convert_logical_block_mask(logical)
+    o = quire.flex_attention(q, *pages, cache.get_score_mod(steep), mask)
+    i, j = torch.arange(32)[:, None], torch.arange(64)
+    scores = (q.double() @ k.double().transpose(2, 3) / 8 + 0.1 * (j - i)).masked_fill(i < j, -math.inf)
+    assert (o - torch.softmax(scores, 3) @ v.double()).abs().max() < 1e-5
