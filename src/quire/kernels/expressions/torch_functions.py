@@ -139,11 +139,9 @@ def _whole_power(x: Value, exponent: int, is_float: bool) -> Value:
     if exponent < 0 and x.node.type != FLOAT and not is_float:
         fail("pow(): integers have no negative powers; convert with float().")
     x = _float(x) if is_float else _int(x) if x.node.type == BOOL else x
-    power, square, left = x.tracer.constant(1.0 if x.node.type == FLOAT else 1), x, abs(exponent)
-    while left:
-        power = power * square if left & 1 else power
-        left >>= 1
-        square = square * square if left else square
+    power = x.tracer.constant(1.0 if x.node.type == FLOAT else 1) if exponent == 0 else x
+    for bit in bin(abs(exponent))[3:]:  # those below the highest
+        power = power * power * x if bit == "1" else power * power
     return power if exponent >= 0 else 1.0 / power
 
 
