@@ -30,6 +30,11 @@ QUIRE_HD float to_float(T x) {
   return T::kNanMask != 0 && (x.bits & T::kNanMask) == T::kNan ? __builtin_nanf("") : number;
 }
 
+// The E2M1 number of which `code` has the four bits.
+QUIRE_HD float e2m1_to_float(uint32_t code) {
+  return to_float(fp16_t{static_cast<uint16_t>((code & 7) << 9 | (code & 8) << 12)}) * 16384.0f;
+}
+
 template <class T>
 QUIRE_HD T from_float(float x);
 template <>

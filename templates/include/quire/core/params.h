@@ -120,6 +120,15 @@ struct AttentionParams {
   const uint64_t* rope_frequencies;
 };
 
+// For keys and values of 4 bits. The last dimensions of k and v are head_dim / 2 bytes, and their strides are bytes.
+struct AttentionScaledParams {
+  AttentionParams base;
+  const e4m3_t* k_sf;  // of k, [num_pages, page_size, num_kv_heads, head_dim_qk / kScaledNumbers], by strides
+  const e4m3_t* v_sf;  // the same of v, with head_dim_vo
+  int64_t k_sf_page_stride, k_sf_token_stride, k_sf_head_stride;  // page stride 0 when ragged
+  int64_t v_sf_page_stride, v_sf_token_stride, v_sf_head_stride;
+};
+
 // The factors of q . k and of the output. The scaled q . k is a logit, or the argument of the soft cap's tanh or of a
 // score. Scales in device memory exist with paged keys only: 128-row tiles of fa2 have no register left to read them.
 template <class Variant>

@@ -42,6 +42,20 @@ struct e5m2_t {  // 1.5.2 bits: the upper half of an fp16
   static constexpr int kShift = 8, kNan = 0x100, kNanMask = 0, kLargest = 0x7b;
   static constexpr float kScale = 1.0f;
 };
+// Two 4-bit numbers of 1.2.1 bits (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) in a byte, the first in the
+// low bits. Their three low bits, shifted left by 9, are the fp16 of the number times 2^-14, subnormals included. In
+// NVFP4 each kScaledNumbers neighbouring numbers of a row have a scale, in e4m3. A number times its scale is exact in
+// fp16 and in bf16.
+struct e2m1x2_t {
+  uint8_t bits;
+};
+constexpr int kScaledNumbers = 16;  // SCALED_NUMBERS in quire/kernels/features.py
+
+// Bits of a number.
+template <class T>
+constexpr int kBitsOf = 8 * static_cast<int>(sizeof(T));
+template <>
+constexpr int kBitsOf<e2m1x2_t> = 4;
 
 constexpr float kLog2e = 1.4426950408889634f;
 

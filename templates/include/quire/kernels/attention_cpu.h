@@ -46,10 +46,11 @@ struct AttentionCpu {
     return next == 0 ? 1 : 0;
   }
   static int run(AttentionPrefixParams& p) { return run(p.base); }
+  static int run(AttentionScaledParams& p) { return run(p.base); }
 
  private:
   using Q = typename V::Q;
-  using Kv = typename V::Kv;
+  using Row = typename cpu::RowOf<typename V::Kv>::type;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr int kQk = cpu::whole_vectors(V::kHeadDimQk), kVo = cpu::whole_vectors(V::kHeadDimVo);
   static constexpr bool kOnTiles =
@@ -68,7 +69,7 @@ struct AttentionCpu {
 
   // What a thread computes with; what few rows need, then what many rows need.
   struct alignas(64) Scratch {
-    const Kv *k_rows[2][kTileKv], *v_rows[2][kTileKv];
+    Row k_rows[2][kTileKv], v_rows[2][kTileKv];
     float alpha[kPanel];
     float s_rows[cpu::kStreamRows * kTileKv];
     Stream streams[kCopiesRows ? 0 : kMostHeads];
@@ -186,7 +187,7 @@ struct AttentionCpu {
     }
     for (int i = 0; i < heads; ++i) {
       const cpu::Rows rows(p, works[i], kTileRows);
-      for (int row = 0; row < rows.count; ++row) cpu::order_streamed<kVo, Kv>(x.streams[i].o + row * kVo);
+      for (int row = 0; row < rows.count; ++row) cpu::order_streamed<kVo, Row>(x.streams[i].o + row * kVo);
       cpu::finish_work_tile<V>(rows, x.streams[i].o, x.streams[i].m, x.streams[i].d);
     }
   }
@@ -197,7 +198,7 @@ struct AttentionCpu {
     for (int row = 0; row < rows.count; ++row) {
       const auto* q = rows.template q<typename V::Q>(row);
       for (int d = 0; d < kQk; d += cpu::kLanes) {
-        cpu::store(stream.q + row * kQk + d, cpu::load_streamed<cpu::kReadsPairs<kQk, Kv>>(q, d) * scale);
+        cpu::store(stream.q + row * kQk + d, cpu::load_streamed<cpu::kReadsPairs<kQk, Row>>(q, d) * scale);
       }
     }
   }
@@ -220,7 +221,7 @@ struct AttentionCpu {
   static void stream_rows(const Context& c, Stream& stream, int at, KeyRange keys, KeyRange next, int row) {
     Scratch& x = c.scratch;
     const int count = keys.end - keys.begin;
-    const Kv *const *k_rows = x.k_rows[at], *const *v_rows = x.v_rows[at];
+    const Row *k_rows = x.k_rows[at], *v_rows = x.v_rows[at];
     const float* q = stream.q + row * kQk;
     if (row == 0) {
       cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s_rows, q, k_rows, v_rows, count);
@@ -235,7 +236,7 @@ struct AttentionCpu {
     }
     float* o = stream.o + row * kVo;
     if (c.full(row, row + kRows - 1, keys)) {
-      const cpu::Prefetch<Kv> prefetch = {x.k_rows[1 - at], row == 0 ? next.end - next.begin : 0};
+      const cpu::Prefetch<Row> prefetch = {x.k_rows[1 - at], row == 0 ? next.end - next.begin : 0};
       cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s_rows, x.alpha, v_rows, count, prefetch);
     } else {
       for (int i = 0; i < kRows; ++i) {
@@ -285,7 +286,7 @@ struct AttentionCpu {
   static void stage(const Context& c, KeyRange keys, int tile_begin) {
     Scratch& x = c.scratch;
     const int begin = keys.begin - tile_begin, end = keys.end - tile_begin, count = end - begin;
-    const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
+    Row *k_rows = x.k_rows[0], *v_rows = x.v_rows[0];
     c.keys.resolve(keys, k_rows, v_rows);
     cpu::stage_keys<V::kHeadDimQk, kQk>(x.k, k_rows, begin, end);
     if constexpr (kHasRope) {
@@ -346,7 +347,7 @@ struct AttentionCpu {
   // Keys and values `keys` of a kv tile, in which they lie at `at`.
   static void stage_tiles(const Context& c, KeyRange keys, KeyRange at) {
     Scratch& x = c.scratch;
-    const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
+    Row *k_rows = x.k_rows[0], *v_rows = x.v_rows[0];
     const int count = at.end - at.begin;
     c.keys.resolve(keys, k_rows, v_rows);
     for (int i = 0; i < count; ++i) {

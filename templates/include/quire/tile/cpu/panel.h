@@ -137,8 +137,8 @@ inline void transpose_rows(float* qt, const Q* const* rows, int count, float sca
 }
 
 // Stages rows [begin, end) of a KV tile as floats, in rows of kStride; the rest of the first and last key blocks is 0.
-template <int kDim, int kStride, class T>
-inline void stage_keys(float* to, const T* const* rows, int begin, int end) {
+template <int kDim, int kStride, class Row>
+inline void stage_keys(float* to, const Row* rows, int begin, int end) {
   const int block_begin = begin / kKeyBlock * kKeyBlock, block_end = static_cast<int>(round_up(end, kKeyBlock));
   memset(to + block_begin * kStride, 0, sizeof(float) * (begin - block_begin) * kStride);
   widen_rows<kDim>(to + begin * kStride, rows, end - begin);

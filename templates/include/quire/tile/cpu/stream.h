@@ -12,12 +12,12 @@ constexpr int kStreamKeys = 4;
 
 // Rows of bf16 are read two vectors at a time: a shift and a mask widen the even and the odd numbers, where one vector
 // at a time would need a shuffle as well. Queries and outputs then have even and odd dims in separate vectors.
-template <int kDim, class Kv>
-constexpr bool kReadsPairs = is_same<Kv, bf16_t>::value && kDim % (2 * kLanes) == 0;
+template <int kDim, class Row>
+constexpr bool kReadsPairs = is_same<Row, const bf16_t*>::value && kDim % (2 * kLanes) == 0;
 
 // Vector d / kLanes of a row.
-template <bool kPairs, class T>
-QUIRE_CPU Floats load_streamed(const T* row, int d) {
+template <bool kPairs, class Row>
+QUIRE_CPU Floats load_streamed(Row row, int d) {
   if constexpr (kPairs) {
     const Words words = load_as<Words>(row + d / (2 * kLanes) * (2 * kLanes));
     return reinterpret_cast<Floats>(d / kLanes % 2 == 0 ? words << 16 : words & 0xffff0000u);
@@ -27,9 +27,9 @@ QUIRE_CPU Floats load_streamed(const T* row, int d) {
 }
 
 // A row of outputs in the order of its dims, in place.
-template <int kDim, class Kv>
+template <int kDim, class Row>
 QUIRE_CPU void order_streamed(float* o) {
-  if constexpr (kReadsPairs<kDim, Kv>) {
+  if constexpr (kReadsPairs<kDim, Row>) {
     for (int d = 0; d < kDim; d += 2 * kLanes) {
       Floats even = load(o + d), odd = load(o + d + kLanes);
       interleave(even, odd);
@@ -40,14 +40,14 @@ QUIRE_CPU void order_streamed(float* o) {
 
 // s[kRows][keys] = q[kRows][kDim] . k_rows[key], for count keys; s has kStride numbers a row, and capacity for whole
 // blocks.
-template <int kDim, int kRows, int kStride, bool kPrefetch, class Kv>
-inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, const Kv* const* prefetch, int count) {
+template <int kDim, int kRows, int kStride, bool kPrefetch, class Row>
+inline void stream_scores(float* s, const float* q, const Row* k_rows, const Row* prefetch, int count) {
   for (int key = 0; key < count; key += kStreamKeys) {
-    const Kv* k[kStreamKeys];
+    Row k[kStreamKeys];
 #pragma GCC unroll 4
     for (int j = 0; j < kStreamKeys; ++j) k[j] = k_rows[min(key + j, count - 1)];
     Floats sum[kStreamKeys][kRows] = {};
-    constexpr bool kPairs = kReadsPairs<kDim, Kv>;
+    constexpr bool kPairs = kReadsPairs<kDim, Row>;
     constexpr int kStep = kPairs ? 2 * kLanes : kLanes;
 #pragma GCC unroll 1
     for (int begin = 0; begin < kDim; begin += kStep) {
@@ -76,17 +76,17 @@ inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, con
 }
 
 // The rows that a pass over values prefetches for the next KV tile.
-template <class Kv>
+template <class Row>
 struct Prefetch {
-  const Kv* const* rows;
+  const Row* rows;
   int count;
 };
 
 // o[kRows][kVectors * kLanes of kDim] = alpha[row] * o + sum over keys of s[row][key] v_rows[key][from d on]. One row
 // of kPrefetchDim numbers is fetched beside each value.
-template <int kDim, int kRows, int kVectors, int kStride, int kPrefetchDim, class Kv>
-inline void stream_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int d, int count,
-                          Prefetch<Kv> prefetch) {
+template <int kDim, int kRows, int kVectors, int kStride, int kPrefetchDim, class Row>
+inline void stream_values(float* o, const float* s, const float* alpha, const Row* v_rows, int d, int count,
+                          Prefetch<Row> prefetch) {
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
@@ -96,10 +96,10 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
 #pragma GCC unroll 1
   for (int key = 0; key < count; ++key) {
     if (key < prefetch.count) prefetch_row<kPrefetchDim>(prefetch.rows[key]);
-    const Kv* v = v_rows[key] + d;
+    const Row v = v_rows[key] + d;
     Floats x[kVectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) x[j] = load_streamed<kReadsPairs<kDim, Kv>>(v, j * kLanes);
+    for (int j = 0; j < kVectors; ++j) x[j] = load_streamed<kReadsPairs<kDim, Row>>(v, j * kLanes);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
       const Floats weight = broadcast(s[i * kStride + key]);
@@ -114,9 +114,9 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
   }
 }
 
-template <int kDim, int kRows, int kStride, int kPrefetchDim, class Kv>
-inline void stream_all_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int count,
-                              Prefetch<Kv> prefetch) {
+template <int kDim, int kRows, int kStride, int kPrefetchDim, class Row>
+inline void stream_all_values(float* o, const float* s, const float* alpha, const Row* v_rows, int count,
+                              Prefetch<Row> prefetch) {
   constexpr int kVectors = 4, kStep = kVectors * kLanes, kWhole = kDim / kStep * kStep;
   for (int d = 0; d < kWhole; d += kStep) {
     stream_values<kDim, kRows, kVectors, kStride, kPrefetchDim>(o, s, alpha, v_rows, d, count, prefetch);
@@ -129,15 +129,15 @@ inline void stream_all_values(float* o, const float* s, const float* alpha, cons
 }
 
 // The sum over values for one row that must not see all of them: a weight of 0 is skipped, because 0 * NaN is NaN.
-template <int kDim, class Kv>
-inline void stream_visible_values(float* o, const float* s, float alpha, const Kv* const* v_rows, int count) {
+template <int kDim, class Row>
+inline void stream_visible_values(float* o, const float* s, float alpha, const Row* v_rows, int count) {
   Floats sum[kDim / kLanes];
   for (int d = 0; d < kDim; d += kLanes) sum[d / kLanes] = load(o + d) * alpha;
   for (int key = 0; key < count; ++key) {
     const float weight = s[key];
     if (weight == 0.0f) continue;
     for (int d = 0; d < kDim; d += kLanes) {
-      sum[d / kLanes] += load_streamed<kReadsPairs<kDim, Kv>>(v_rows[key], d) * weight;
+      sum[d / kLanes] += load_streamed<kReadsPairs<kDim, Row>>(v_rows[key], d) * weight;
     }
   }
   for (int d = 0; d < kDim; d += kLanes) store(o + d, sum[d / kLanes]);

@@ -43,9 +43,9 @@ inline KeyRange whole_tiles(KeyRange keys) {
 // ---- rows become tiles ----
 
 // A row as bf16 numbers, padded to whole tiles: the row itself if it is stored so, else a copy in `to`.
-template <int kDim, class T>
-QUIRE_CPU const bf16_t* row_of_tiles(const T* row, bf16_t* to) {
-  if constexpr (is_same<T, bf16_t>::value && kDim == whole_tiles(kDim)) {
+template <int kDim, class Row>
+QUIRE_CPU const bf16_t* row_of_tiles(Row row, bf16_t* to) {
+  if constexpr (is_same<Row, const bf16_t*>::value && kDim == whole_tiles(kDim)) {
     return row;
   } else {
     float wide[whole_vectors(kDim)];
@@ -108,8 +108,8 @@ struct TileOperands {
   }
 
   // Copies the values `rows` of keys `at`, with zeros up to whole tiles.
-  template <int kDim, class Kv>
-  void pack_values(const Kv* const* rows, KeyRange at) {
+  template <int kDim, class Row>
+  void pack_values(const Row* rows, KeyRange at) {
     static const bf16_t zeros[whole_tiles(kDim)] = {};
     const KeyRange whole = whole_tiles(at);
     for (int key = whole.begin; key < whole.end; key += kTileDims) {

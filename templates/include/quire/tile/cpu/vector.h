@@ -2,7 +2,7 @@
 // intrinsics header: immintrin.h alone takes 0.3 s to parse, as long as the kernel takes to compile.
 #pragma once
 #include <string.h>
-#include "quire/core/types.h"
+#include "quire/core/convert.h"
 
 namespace quire::cpu {
 
@@ -86,6 +86,34 @@ QUIRE_CPU Floats load(const T* from) {
   Halves y = (x & 0x7f) << T::kShift | (x & 0x80) << 8;
   if constexpr (T::kNanMask != 0) y |= ((x & T::kNanMask) == T::kNan) & 0x7e00;
   return T::kScale == 1.0f ? widen(y) : widen(y) * T::kScale;
+}
+
+// A row of 4-bit numbers and of their scales, from dim `at` on, which is a multiple of kLanes.
+struct ScaledRow {
+  const e2m1x2_t* numbers;
+  const e4m3_t* scales;
+  int at;
+};
+QUIRE_CPU ScaledRow operator+(ScaledRow row, int dims) { return {row.numbers, row.scales, row.at + dims}; }
+
+// The rows of numbers of type T.
+template <class T>
+struct RowOf {
+  using type = const T*;
+};
+template <>
+struct RowOf<e2m1x2_t> {
+  using type = ScaledRow;
+};
+
+QUIRE_CPU Floats load(ScaledRow row) {
+  typedef uint8_t Pairs __attribute__((vector_size(kLanes / 2)));
+  typedef uint16_t WidePairs __attribute__((vector_size(kLanes)));
+  const WidePairs pairs = __builtin_convertvector(load_as<Pairs>(row.numbers + row.at / 2), WidePairs);
+  const WidePairs apart = (pairs | pairs << 4) & 0x0f0f;
+  const Halves x = __builtin_convertvector(load_as<Bytes>(&apart), Halves);
+  const Halves bits = (x & 0x7) << 9 | (x & 0x8) << 12;  // fp16 of the number times 2^-14
+  return widen(bits) * (to_float(row.scales[row.at / kScaledNumbers]) * 0x1p14f);
 }
 
 QUIRE_CPU void store(float* to, Floats x) { memcpy(to, &x, sizeof(x)); }
