@@ -29,25 +29,28 @@ template <class V, class Cta = WholeCta>
 class AttentionDecode {
   using Shape = DecodeShape<V>;
   using SharedMemory = typename Shape::SharedMemory;
-  using T = typename conditional<Shape::kIsFp8, fp16_t, typename V::Q>::type;  // of the matrix products
+  using T = typename conditional<Shape::kIsNarrow, fp16_t, typename V::Q>::type;  // of the matrix products
 
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = Shape::kThreads, kMinCtas = Shape::kMinCtas, kSmemBytes = Shape::kSmemBytes;
 
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
-  static_assert(Shape::kIsFp8 || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
+  static_assert(Shape::kIsNarrow || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
   static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 512,
                 "head dims are multiples of 8 up to 512");
   static_assert(Shape::kDimWarps == 1 || V::kPosEncoding != kPosEncodingRope, "a warp has both dims of a pair");
-  static_assert((!Shape::kIsFp8 && V::kPosEncoding != kPosEncodingRope) ||
+  static_assert((!Shape::kIsNarrow && V::kPosEncoding != kPosEncodingRope) ||
                     (Shape::kQk == V::kHeadDimQk && Shape::kVo == V::kHeadDimVo),
-                "8-bit and rotated heads are whole blocks");
+                "narrow and rotated heads are whole blocks");
+  static_assert(Shape::kKvBits != 4 || (Shape::kDimWarps == 1 && V::kPosEncoding != kPosEncodingRope),
+                "4-bit heads have up to 256 dims, and are not rotated");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem, Cta cta = {}) {
     if (!p.plan_is_resident) ptx::wait_for_predecessor();
     AttentionDecode(p, *reinterpret_cast<SharedMemory*>(smem), cta).compute_partition();
   }
+  QUIRE_DEVICE static void run(const AttentionScaledParams& p, unsigned char* smem) { run(p.base, smem); }
 
  private:
   static constexpr int kM = Shape::kM, kVo = Shape::kWarpVo, kQk = Shape::kWarpQk, kBlock = Shape::kBlock;
@@ -60,9 +63,11 @@ class AttentionDecode {
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query =
-      QueryFragments<typename V::Q, Shape::kIsFp8, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
+      QueryFragments<typename V::Q, Shape::kKvBits, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
   using WarpK = TileSlice<typename Shape::TileK, kQk>;
   using WarpV = TileSlice<typename Shape::TileV, kVo>;
+  using CursorK = KvCursor<WarpK, Shape::kKvBits, Quarters::kTopFirst>;
+  using CursorV = KvCursor<WarpV, Shape::kKvBits>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
   struct Visible {
@@ -179,9 +184,8 @@ class AttentionDecode {
 
   // The online softmax: S = Q K^T, P = exp2(S - m), O = O + P V, for the keys [key, key + kSplitTokens) in `stage`.
   QUIRE_DEVICE void attend(int stage, int key) {
-    const BlockCursor<WarpK, Quarters::kTopFirst> k({k_tile(stage).base + dim_warp() * (kQk * Shape::kKvBits / 8)},
-                                                    lane_);
-    const BlockCursor<WarpV> v({v_tile(stage).base + dim_warp() * (kVo * Shape::kKvBits / 8)}, lane_);
+    const CursorK k({k_tile(stage).base + dim_warp() * (kQk * Shape::kKvBits / 8)}, lane_);
+    const CursorV v({v_tile(stage).base + dim_warp() * (kVo * Shape::kKvBits / 8)}, lane_);
 #pragma unroll 1
     for (int b = 0; b < Shape::kSplitTokens / kBlock; ++b, key += kBlock) {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;

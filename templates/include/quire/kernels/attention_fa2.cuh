@@ -66,18 +66,19 @@ template <class V>
 struct AttentionFa2 {
   using Q = typename V::Q;
   using Kv = typename V::Kv;
-  static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
-  static constexpr bool kIsFp8 = kKvBits == 8;              // keys and values are widened to fp16
-  using T = typename conditional<kIsFp8, fp16_t, Q>::type;  // of the matrix products
+  static constexpr int kKvBits = kBitsOf<Kv>;
+  static constexpr bool kIsNarrow = kKvBits < 16;              // keys and values are widened to fp16
+  using T = typename conditional<kIsNarrow, fp16_t, Q>::type;  // of the matrix products
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo), kHeadDim = max(kQk, kVo);
 
-  static_assert((kIsFp8 || is_same<Q, Kv>::value) && is_same<Q, typename V::O>::value,
-                "q and o have one dtype, and so have k and v unless they have 8 bits");
+  static_assert((kIsNarrow || is_same<Q, Kv>::value) && is_same<Q, typename V::O>::value,
+                "q and o have one dtype, and so have k and v unless they have 8 bits or 4");
   static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && kHeadDim <= 256,
                 "head dims are multiples of 8 up to 256");
-  static_assert((!kIsFp8 && V::kPosEncoding != kPosEncodingRope) || (kQk == V::kHeadDimQk && kVo == V::kHeadDimVo),
-                "8-bit and rotated heads are whole blocks");
+  static_assert((!kIsNarrow && V::kPosEncoding != kPosEncodingRope) || (kQk == V::kHeadDimQk && kVo == V::kHeadDimVo),
+                "narrow and rotated heads are whole blocks");
+  static_assert(kKvBits != 4 || V::kPosEncoding != kPosEncodingRope, "4-bit keys are not rotated");
   static_assert(kTileRows == 16 || kTileRows == 64 || (kTileRows == 128 && kVo <= 128),
                 "a tile has 16, 64 or, while 32 rows of o fit a warp's registers, 128 rows");
   static_assert(kTileKv % 16 == 0, "key tiles are made of blocks of 16");
@@ -94,13 +95,13 @@ struct AttentionFa2 {
  private:
   using TileQ = SmemTile<kWarpRows, kQk>;  // of one warp
   using TileO = SmemTile<kWarpRows, kVo>;  // takes its place at the end
-  using TileK = SmemTile<kTileKv, kQk, kKvBits>;
-  using TileV = SmemTile<kTileKv, kVo, kKvBits>;
+  using TileK = KvTile<kTileKv, kQk, kKvBits>;
+  using TileV = KvTile<kTileKv, kVo, kKvBits>;
   using CursorQ = BlockCursor<TileQ>;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
-  using Query = QueryFragments<Q, kIsFp8, kM, kQk, 0, kHasRope>;  // in place of TileQ, for keys of 8 bits
-  using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
-  using CursorV = BlockCursor<TileV>;
+  using Query = QueryFragments<Q, kKvBits, kM, kQk, 0, kHasRope>;  // in place of TileQ, for narrow keys
+  using CursorK = KvCursor<TileK, kKvBits, Quarters::kTopFirst>;
+  using CursorV = KvCursor<TileV, kKvBits>;
   // With few rows, memory is the limit: k and v are each refilled as soon as they have been read. With many rows, k and
   // v are refilled together, with one barrier per tile.
   static constexpr bool kEager = kM == 1 && kStages == 2;
@@ -126,9 +127,11 @@ struct AttentionFa2 {
 
  public:
   static constexpr int kSmemBytes = kWarpTilesAt + 64;
-  static constexpr int kMinCtas = kTileRows == 16 && !ptx::kFromSm100 ? 3 : 2;
+  static constexpr bool kThreeCtas = kTileRows == 16 && !ptx::kFromSm100 && (kKvBits != 4 || kHeadDim > 64);
+  static constexpr int kMinCtas = kThreeCtas ? 3 : 2;
   static_assert(kSmemBytes <= 99 * 1024, "a CTA fits every GPU from sm_80 on");
 
+  QUIRE_DEVICE static void run(const AttentionScaledParams& p, unsigned char* smem) { run(p.base, smem); }
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     CurrentWork& current = *reinterpret_cast<CurrentWork*>(smem + kCurrentAt);
     current.for_each<V::kCascade != 0>(p, kTileKv, [&] {
@@ -179,7 +182,7 @@ struct AttentionFa2 {
     copy_keys(rows, kv_begin);
     if constexpr (kStages == 2) copy_values(rows, kv_begin);
     if constexpr (kEager) copy_keys(rows, kv_begin + 1), copy_values(rows, kv_begin + 1);
-    if constexpr (kHasRope && !kIsFp8) {
+    if constexpr (kHasRope && !kIsNarrow) {
       ptx::cp_async_wait<kEager ? 4 : kStages>();
       rotate_q();
     }
@@ -208,7 +211,7 @@ struct AttentionFa2 {
       ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is loaded (with two stages v too), and every warp is done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
-      if constexpr (kHasRope && !kIsFp8) {
+      if constexpr (kHasRope && !kIsNarrow) {
         rotate_tile<T, kThreads>(k_tile(i), p_.rope_frequencies, thread_, [&](int row) { return i * kTileKv + row; });
         __syncthreads();  // k of tile i is rotated
       }
@@ -216,11 +219,11 @@ struct AttentionFa2 {
       // Compute S = Q K^T.
       if (is_visible) {
         const CursorK k(k_tile(i), lane_);
-        if constexpr (kIsFp8 && kHasRope) {  // rotated 8-bit keys have no space in memory, so each warp rotates them
+        if constexpr (kIsNarrow && kHasRope) {  // rotated 8-bit keys have no space in memory, so each warp rotates them
           KeyRotations rotations{p_.rope_frequencies, nullptr};
           mma_rotated_keys<T, Kv, kM, kTileKv, kQk>(s, query, k_tile(i), 0, lane_, i * kTileKv, rotations);
-        } else if constexpr (kIsFp8) {
-          mma_fp8_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
+        } else if constexpr (kIsNarrow) {
+          mma_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
         } else {
           mma_ABt<T>(s, CursorQ({warp_at()}, lane_), k);
         }
@@ -313,7 +316,7 @@ struct AttentionFa2 {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
     }
-    if constexpr (kIsFp8) {
+    if constexpr (kIsNarrow) {
       query.shared = warp_at() + lane_ * 16;
       query.load(p_, work_, row_begin(), lane_, true, nullptr);
       return;
@@ -347,11 +350,18 @@ struct AttentionFa2 {
     __syncwarp();
   }
 
+  // How many pairs of columns of o a lane has one beside the other.
+  static constexpr int kWidth = 16 / kKvBits;
+
   // Two neighbouring columns of o: pair n of those that a lane has of row h of block m. Column 8 n + 2 c is the first
-  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2): see
-  // tile/ampere/fragments.cuh.
+  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2), or, where they have 4,
+  // 32 (n / 4) + 8 c + 2 (n % 4): see tile/ampere/fragments.cuh.
   QUIRE_DEVICE static float2 columns(const Accumulator<kM, kVo>& o, int m, int h, int n) {
-    if constexpr (kIsFp8) return {o.at[m][n / 2 * 2][2 * h + n % 2], o.at[m][n / 2 * 2 + 1][2 * h + n % 2]};
+    if constexpr (kKvBits == 4) {
+      const float4 x = nvfp4_columns(o, m, h, n / 4, n / 2 % 2);
+      return n % 2 == 0 ? float2{x.x, x.y} : float2{x.z, x.w};
+    }
+    if constexpr (kKvBits == 8) return {o.at[m][n / 2 * 2][2 * h + n % 2], o.at[m][n / 2 * 2 + 1][2 * h + n % 2]};
     return {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
   }
 
@@ -372,8 +382,8 @@ struct AttentionFa2 {
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) {
           const float2 x = columns(o, m, h, n);
-          const int chunk = kIsFp8 ? n / 2 * 2 + lane_ % 4 / 2 : n,
-                    byte = kIsFp8 ? lane_ % 2 * 8 + n % 2 * 4 : lane_ % 4 * 4;
+          const int chunk = n / kWidth * kWidth + lane_ % 4 * kWidth / 4,
+                    byte = lane_ % (4 / kWidth) * (4 * kWidth) + n % kWidth * 4;
           ptx::st_shared(tile.chunk(r, chunk) + byte, ptx::pack(Q{}, x.x * result.scale, x.y * result.scale));
         }
         if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) store_lse<V>(p_, work_.tile, at, result.lse);
@@ -413,9 +423,9 @@ struct AttentionFa2 {
         const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
         if (row >= work_.row_end) continue;
         const int64_t at = partial_row + row - work_.tile.row_begin;
-        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * V::kHeadDimVo) + (kIsFp8 ? 2 : 1) * (lane_ % 4);
+        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * V::kHeadDimVo) + kWidth * (lane_ % 4);
 #pragma unroll
-        for (int n = 0; n < V::kHeadDimVo / 8; ++n) dst[kIsFp8 ? n / 2 * 8 + n % 2 : 4 * n] = columns(o, m, h, n);
+        for (int n = 0; n < V::kHeadDimVo / 8; ++n) dst[n / kWidth * (4 * kWidth) + n % kWidth] = columns(o, m, h, n);
         if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
       }
     }

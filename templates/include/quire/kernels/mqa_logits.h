@@ -244,7 +244,7 @@ struct MqaLogits {
       }
       if (lane % 4 == 0) {
         const auto* scale = static_cast<const unsigned char*>(p_.scales) + max<int64_t>(place.scale, 0);
-        ptx::cp_async_4(scale_at(stage, lane / 4 + 8 * h), scale, place.scale >= 0 ? 4 : 0);
+        ptx::cp_async_small<4>(scale_at(stage, lane / 4 + 8 * h), scale, place.scale >= 0 ? 4 : 0);
       }
     }
     ptx::cp_async_commit();

@@ -20,9 +20,12 @@ QUIRE_DEVICE void cp_async_16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
-// The same of 4 bytes, which may be at any multiple of 4.
-QUIRE_DEVICE void cp_async_4(uint32_t dst, const void* src, int src_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(src_bytes) : "memory");
+// The same of kBytes: 4, 8 or 16, which may be at any multiple of them.
+template <int kBytes>
+QUIRE_DEVICE void cp_async_small(uint32_t dst, const void* src, int src_bytes) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes of cp.async");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(kBytes), "r"(src_bytes)
+               : "memory");
 }
 
 QUIRE_DEVICE void prefetch_l2(const void* src) { asm volatile("prefetch.global.L2 [%0];" ::"l"(src)); }

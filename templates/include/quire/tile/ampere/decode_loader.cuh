@@ -73,6 +73,7 @@ template <class V>
 class DecodeLoader {
   using Shape = DecodeShape<V>;
   using Kv = typename V::Kv;
+  static constexpr bool kHasScales = Shape::kKvBits == 4;
   // KV tiles whose page numbers the lanes of a warp read together, one lane a token.
   static constexpr int kTilesAtOnce = 32 / Shape::kWarpTokens;
 
@@ -103,6 +104,11 @@ class DecodeLoader {
     rows_of(token_of_lane(), k_row, v_row);
     copy<V::kHeadDimQk>(k, k_row, count);
     copy<V::kHeadDimVo>(v, v_row, count);
+    if constexpr (kHasScales) {
+      const auto& p = reinterpret_cast<const AttentionScaledParams&>(p_);
+      copy_scales(k, p.k_sf, p.k_sf_page_stride, p.k_sf_token_stride, p.k_sf_head_stride, count);
+      copy_scales(v, p.v_sf, p.v_sf_page_stride, p.v_sf_token_stride, p.v_sf_head_stride, count);
+    }
     ++tile_;
   }
 
@@ -123,6 +129,7 @@ class DecodeLoader {
   QUIRE_DEVICE void start(const WorkTile& next) {
     tile_ = next.kv_begin, end_ = max(next.kv_end, tile_ + 1);
     kv_first_ = next.tile.kv_first, kv_len_ = next.tile.kv_len;
+    if constexpr (kHasScales) kv_head_ = next.kv_head;
     k_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.k) + next.kv_head * p_.k_head_stride);
     v_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.v) + next.kv_head * p_.v_head_stride);
   }
@@ -148,7 +155,7 @@ class DecodeLoader {
   QUIRE_DEVICE void copy(Tile dst, const char* mine, int count) const {
     constexpr int kLanes = Tile::kChunks > 4 ? 8 : Tile::kChunks > 2 ? 4 : 2;
     constexpr int kRowsAtOnce = 32 / kLanes, kPasses = ceil_div(Tile::kChunks, kLanes);
-    constexpr int kChunks = kHeadDim * static_cast<int>(sizeof(Kv)) / 16;
+    constexpr int kChunks = kHeadDim * Shape::kKvBits / 128;
     const int col = lane_ % kLanes, row_of_warp = warp_ % Shape::kSplitWarps * Shape::kWarpTokens;
 #pragma unroll
     for (int i = 0; i < Shape::kWarpTokens; i += kRowsAtOnce) {
@@ -166,11 +173,36 @@ class DecodeLoader {
     }
   }
 
+  // Copies the scales of a warp's tokens, one lane a token where one copy has them all.
+  template <class Tile>
+  QUIRE_DEVICE void copy_scales(Tile dst, const e4m3_t* scales, int64_t page_stride, int64_t token_stride,
+                                int64_t head_stride, int count) const {
+    constexpr int kBytes = Tile::kRowScales, kCopy = kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : 4;
+    constexpr int kCopies = kBytes / kCopy, kPasses = ceil_div(Shape::kWarpTokens * kCopies, 32);
+    const int first = warp_ % Shape::kSplitWarps * Shape::kWarpTokens;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int item = i * 32 + lane_, row = item / kCopies % Shape::kWarpTokens, part = item % kCopies;
+      const int token = tile_ * V::kTileKv + warp_ * Shape::kWarpTokens + row;
+      int64_t at = kv_head_ * head_stride + part * kCopy;
+      if constexpr (V::kPaged) {
+        const int page = __shfl_sync(0xffffffffu, page_, tile_ % kTilesAtOnce * Shape::kWarpTokens + row);
+        at += page * page_stride + p_.page.mod(token) * token_stride;
+      } else {
+        at += (kv_first_ + static_cast<int64_t>(min(token, kv_len_ - 1))) * token_stride;
+      }
+      if (kPasses * 32 == Shape::kWarpTokens * kCopies || item < Shape::kWarpTokens * kCopies)
+        ptx::cp_async_small<kCopy>(dst.scales() + (first + row) * kBytes + part * kCopy, scales + at,
+                                   row < count ? kCopy : 0);
+    }
+  }
+
   const AttentionParams& p_;
   WorkCursor cursor_;
   int tile_, end_;  // KV tiles [tile_, end_) of the work tile at hand are still to be copied
   int warp_, lane_;
   int kv_first_, kv_len_, page_;
+  int kv_head_;         // where there are scales
   const char *k_, *v_;  // token 0 (page 0) of the KV head
 };
 

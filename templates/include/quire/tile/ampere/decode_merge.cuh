@@ -5,6 +5,7 @@
 #include "quire/ptx/copy.cuh"
 #include "quire/tile/shared/cascade_merge.cuh"
 #include "quire/tile/ampere/decode_shape.cuh"
+#include "quire/tile/ampere/nvfp4.cuh"
 #include "quire/tile/shared/partial.cuh"
 
 namespace quire {
@@ -42,6 +43,17 @@ QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m
   }
 }
 
+// The same for values of 4 bits.
+template <int kM, int kVo>
+QUIRE_DEVICE void spill_nvfp4(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m, int lane) {
+#pragma unroll
+  for (int i = 0; i < kVo / 8; ++i) {
+    const int q = i / 4, half = i / 2 % 2, h = i % 2;
+    const float4 x = nvfp4_columns(o, m, half, q, h);
+    ptx::st_shared_16(dst.pair(lane / 4 + 8 * half, 16 * q + lane % 4 * 4 + 2 * h), x.x, x.y, x.z, x.w);
+  }
+}
+
 // Ends a work tile.
 template <class V, class Cta>
 class DecodeEnding {
@@ -60,7 +72,12 @@ class DecodeEnding {
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      spill<Shape::kIsFp8>(SpillTile<kVo>{ptx::smem_address(spill_of(warp_))}, o, m, lane_);
+      const SpillTile<kVo> dst = {ptx::smem_address(spill_of(warp_))};
+      if constexpr (Shape::kKvBits == 4) {
+        spill_nvfp4(dst, o, m, lane_);
+      } else {
+        spill<Shape::kKvBits == 8>(dst, o, m, lane_);
+      }
       Cta::sync();
       merge_splits(work, m);
       if (m + 1 < kM) Cta::sync();

@@ -8,6 +8,7 @@
 #include "quire/core/rope.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/core/schedule.h"
+#include "quire/tile/ampere/nvfp4.cuh"
 #include "quire/tile/shared/smem.cuh"
 
 namespace quire {
@@ -78,15 +79,15 @@ struct DecodeShape {
   using Q = typename V::Q;
   using Kv = typename V::Kv;
   static constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo), kRows = V::kTileRows;
-  static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
-  static constexpr bool kIsFp8 = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
+  static constexpr int kKvBits = kBitsOf<Kv>;
+  static constexpr bool kIsNarrow = kKvBits < 16;  // keys and values are widened to fp16 on their way to the mma
 
   // Warps that divide the dims of a head, and the dims of each.
   static constexpr int kDimWarps = max(kQk, kVo) > 256 ? 2 : 1, kWarpQk = kQk / kDimWarps, kWarpVo = kVo / kDimWarps;
   // Blocks of 16 rows in a warp: two where o and q then take at most 192 registers, or 96 if widening needs some too.
   // Heads of more than 512 bytes have one: their KV tiles are made for one (kernels/portable.py).
   static constexpr int kM =
-      kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kIsFp8 ? 96 : 192) ? 2 : 1;
+      kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kIsNarrow ? 96 : 192) ? 2 : 1;
   static constexpr int kRowWarps = kRows / (16 * kM);                        // warps that divide the rows of a row tile
   static constexpr int kSplitWarps = kRowWarps * kDimWarps;                  // warps of a KV split
   static constexpr int kWarps = V::kTileKv == 32 && kDimWarps == 1 ? 2 : 4;  // of a CTA
@@ -100,7 +101,7 @@ struct DecodeShape {
   static_assert(kWarpTokens >= 8 && kWarpTokens <= 32, "a warp copies 8, 16 or 32 tokens of a KV tile");
 
   // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
-  static constexpr int kRegisters = kM * (kWarpVo / 2 + kWarpQk / 4) + (kIsFp8 ? 16 : 0);  // for o, q and widening
+  static constexpr int kRegisters = kM * (kWarpVo / 2 + kWarpQk / 4) + (kIsNarrow ? 16 : 0);  // for o, q and widening
   // A tree mask with a window, and rotated keys, take registers, too.
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr bool kIsCrowded = (V::kMask == kMaskTree && V::kWindow != 0) || kHasRope;
@@ -111,11 +112,11 @@ struct DecodeShape {
                                                                                 : 128);
   // Whether a lane keeps the rotations of its first key from one KV tile to the next.
   static constexpr bool kRotationsRun =
-      kHasRope && !kIsFp8 && kM == 1 && kQk <= 128 && kHeldQ == kQk / 16 && kBlock == kSplitTokens;
+      kHasRope && !kIsNarrow && kM == 1 && kQk <= 128 && kHeldQ == kQk / 16 && kBlock == kSplitTokens;
   static constexpr int kQueryBytes = (kWarpQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows and dims
 
-  using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;
-  using TileV = SmemTile<kSplitTokens, kVo, kKvBits>;
+  using TileK = KvTile<kSplitTokens, kQk, kKvBits>;
+  using TileV = KvTile<kSplitTokens, kVo, kKvBits>;
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kSpillBytes = 16 * kWarpVo * 4;  // 16 rows of o of one warp
 
@@ -133,7 +134,7 @@ struct DecodeShape {
 
   // Two CTAs share an SM, so that one streams while the other ends a work tile. Each has 64 KB for its ring: with more
   // bytes under way the memory serves them more slowly. One CTA has the SM where two rings of two stages do not fit.
-  static constexpr int kRingTarget = 64 * 1024, kBudgetOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta;
+  static constexpr int kRingTarget = (kKvBits == 4 ? 80 : 64) * 1024, kBudgetOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta;
   // Where two CTAs still fit with it, o has a separate spill area, and the ring is filled while a work tile ends.
   // Elsewhere o goes to a stage of the ring.
   static constexpr bool kHasSpill =

@@ -2,6 +2,8 @@
 // widened to fp16 on the way: a lane then receives four neighbouring dims with one 32-bit word. The order of the dims
 // in a product over dims is free, so q has the same order: block b of 16 dims gives lane c dims 16 b + 4 c + {0, 1} and
 // {2, 3} instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in that order, too.
+// Numbers of 4 bits have another order (nvfp4.cuh): blocks 2 b and 2 b + 1 give lane c dims 32 b + 8 c + {0, 4}, {1, 5}
+// and {2, 6}, {3, 7}.
 // RoPE: a lane holds both dims of a pair, so that it rotates them in registers. Block b of 16-bit dims is then the
 // eight dims from 8 b on and those that they are paired with, from 8 b + head_dim / 2 on. 8-bit dims keep their order:
 // the pairs of block b are in block b + head_dim / 32.
@@ -11,6 +13,7 @@
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/copy.cuh"
 #include "quire/tile/shared/gemm.cuh"
+#include "quire/tile/ampere/nvfp4.cuh"
 #include "quire/tile/ampere/rope.cuh"
 #include "quire/tile/shared/softmax.cuh"
 
@@ -18,9 +21,9 @@ namespace quire {
 
 // A warp's rows of q: kM blocks of 16 rows of kQk dims, and zeros up to a whole block. The first kHeld blocks of 16
 // dims stay in registers. The others lie in shared memory as fragments, one copy for all KV splits.
-template <class Q, bool kIsFp8, int kM, int kQk, int kHeld, bool kHasRope>
+template <class Q, int kKvBits, int kM, int kQk, int kHeld, bool kHasRope>
 struct QueryFragments {
-  static constexpr bool kRescaled = kIsFp8 && is_same<Q, bf16_t>::value;
+  static constexpr bool kRescaled = kKvBits < 16 && is_same<Q, bf16_t>::value;
   static constexpr int kBlocks = ceil_div(kQk, 16), kHeldBlocks = kHeld;
 
   uint32_t held[max(kHeld, 1)][kM][4];  // an array has an element, also where none is held
@@ -89,13 +92,13 @@ struct QueryFragments {
 
   template <int kN>
   QUIRE_DEVICE void unscale(Accumulator<kM, kN>& s) const {
-    if constexpr (kRescaled) {
+    if constexpr (kRescaled || kKvBits == 4) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int n = 0; n < kN / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) s.at[m][n][i] *= factor[m][i / 2];
+          for (int i = 0; i < 4; ++i) s.at[m][n][i] *= kRescaled ? factor[m][i / 2] : kNvfp4Unit;
         }
       }
     }
@@ -109,7 +112,12 @@ struct QueryFragments {
   QUIRE_DEVICE static void load_row(Words& x, int m, int h, const Q* row, int c) {
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
-      if constexpr (kIsFp8) {
+      if constexpr (kKvBits == 4) {
+        if (k % 2 != 0) continue;
+        const uint4 word = *reinterpret_cast<const uint4*>(row + 16 * k + 8 * c);
+        x[k][m][h] = __byte_perm(word.x, word.z, 0x5410), x[k][m][h + 2] = __byte_perm(word.x, word.z, 0x7632);
+        x[k + 1][m][h] = __byte_perm(word.y, word.w, 0x5410), x[k + 1][m][h + 2] = __byte_perm(word.y, word.w, 0x7632);
+      } else if constexpr (kKvBits == 8) {
         const uint2 word = *reinterpret_cast<const uint2*>(row + 16 * k + 4 * c);
         x[k][m][h] = word.x, x[k][m][h + 2] = word.y;
       } else {
@@ -121,7 +129,8 @@ struct QueryFragments {
   }
 
   QUIRE_DEVICE static void rotate_row(Words& x, int m, int h, const uint64_t* frequencies, int position, int c) {
-    if constexpr (kIsFp8) {
+    static_assert(kKvBits >= 8, "rows for keys of 4 bits are not rotated");
+    if constexpr (kKvBits == 8) {
 #pragma unroll
       for (int k = 0; k < kBlocks / 2; ++k) {
         const Frequencies<4> f(frequencies + 16 * k + 4 * c);
@@ -147,7 +156,7 @@ struct QueryFragments {
     }
     top = quad_max(top);
     const Fp16Range range(top);
-    factor[m][h] = range.factor;
+    factor[m][h] = kKvBits == 4 ? range.factor * kNvfp4Unit : range.factor;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
@@ -263,7 +272,9 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
 // s [kM * 16, kN] = q * k^T for keys kN * block .. of the tile behind `keys`.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
 QUIRE_DEVICE void mma_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
-  if constexpr (sizeof(Kv) == 1)
+  if constexpr (kBitsOf<Kv> == 4)
+    mma_nvfp4_keys<T, kM, kN, kQk>(s, q, keys, block, lane);
+  else if constexpr (kBitsOf<Kv> == 8)
     mma_fp8_keys<T, Kv, kM, kN, kQk>(s, q, keys, block, lane);
   else
     mma_ABt<T>(s, q, keys, block);
@@ -274,7 +285,9 @@ QUIRE_DEVICE void mma_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor&
 template <class T, class Kv, int kAtOnce = 0, int kM, int kVo, class Cursor>
 QUIRE_DEVICE void mma_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values, int block,
                              int lane) {
-  if constexpr (sizeof(Kv) == 1)
+  if constexpr (kBitsOf<Kv> == 4)
+    mma_nvfp4_values<T>(o, p, values, block, lane);
+  else if constexpr (kBitsOf<Kv> == 8)
     mma_fp8_values<T, Kv>(o, p, values, block, lane);
   else
     mma_AB_step<T, kAtOnce>(o, p, values, block);
