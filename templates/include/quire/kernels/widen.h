@@ -1,6 +1,7 @@
-// Converts (widens) pages of 8-bit keys and values to 16 bits, before attention: page kv_indices[i] of the cache
-// becomes page i. The kernel is limited by memory bandwidth: each number is read once and written once. A thread has
-// one vector of keys and the corresponding vector of values, and loads both before it converts either.
+// Converts (widens) pages of 8-bit keys and values, or of 4-bit ones with scales, to 16 bits, before attention: page
+// kv_indices[i] of the cache becomes page i. The kernel is limited by memory bandwidth: each number is read once and
+// written once. A thread has one vector of keys and the corresponding vector of values, and loads both before it
+// converts either.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
@@ -11,20 +12,25 @@
 namespace quire {
 
 struct WidenParams {
-  const void* k;              // [num_pages, page_size, num_kv_heads, head_dim_k], 8 bits each, by strides
+  const void* k;              // [num_pages, page_size, num_kv_heads, head_dim_k], 8 or 4 bits each, by strides
   const void* v;              // the same with head_dim_v
   void* k_out;                // [num_indices, page_size, num_kv_heads, head_dim_k], 16 bits each, dense
   void* v_out;                // the same with head_dim_v
   const int32_t* kv_indices;  // [num_indices]; numbers of no page are passed over
-  int64_t k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride, v_head_stride;
+  const e4m3_t* k_sf;         // of 4-bit keys, [num_pages, page_size, num_kv_heads, head_dim_k / kScaledNumbers]
+  const e4m3_t* v_sf;
+  int64_t k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride, v_head_stride;  // in bytes
+  int64_t k_sf_page_stride, k_sf_token_stride, k_sf_head_stride, v_sf_page_stride, v_sf_token_stride, v_sf_head_stride;
   int32_t num_indices;
   int32_t num_pages;
   int32_t page_size;
   int32_t num_kv_heads;
   int32_t head_dim_k;
   int32_t head_dim_v;
-  int32_t is_e5m2;
+  int32_t kind;  // of the numbers: WidenKind
 };
+
+enum WidenKind : int32_t { kWidenE4m3 = 0, kWidenE5m2 = 1, kWidenNvfp4 = 2 };
 
 template <class Variant>
 struct WidenPages {
@@ -33,14 +39,17 @@ struct WidenPages {
   static constexpr int kVec = 8;  // bytes before, 16 after
 
   QUIRE_HD static int run(const WidenParams& p, unsigned char* = nullptr) {
-    const int vectors = max(p.head_dim_k, p.head_dim_v) / kVec;
+    const int in_byte = p.kind == kWidenNvfp4 ? 2 : 1, vectors = max(p.head_dim_k, p.head_dim_v) / (kVec * in_byte);
     parallel_rows(static_cast<int64_t>(p.num_indices) * p.page_size, p.num_kv_heads * vectors,
                   [&](int64_t token, int column) {
                     const int head = static_cast<int>(static_cast<unsigned>(column) / static_cast<unsigned>(vectors));
-                    if (p.is_e5m2 != 0) {
-                      widen<e5m2_t>(p, token, head, (column - head * vectors) * kVec);
+                    const int vector = column - head * vectors;
+                    if (p.kind == kWidenNvfp4) {
+                      widen_scaled(p, token, head, vector);
+                    } else if (p.kind == kWidenE5m2) {
+                      widen<e5m2_t>(p, token, head, vector * kVec);
                     } else {
-                      widen<e4m3_t>(p, token, head, (column - head * vectors) * kVec);
+                      widen<e4m3_t>(p, token, head, vector * kVec);
                     }
                   });
     return 0;
@@ -66,6 +75,39 @@ struct WidenPages {
     const int64_t row = token * p.num_kv_heads + head;
     if (has_k) store<From>(p.k_out, row * p.head_dim_k + dim, k);
     if (has_v) store<From>(p.v_out, row * p.head_dim_v + dim, v);
+  }
+
+  // One scale, of keys and of values, and the numbers that it is of.
+  QUIRE_HD static void widen_scaled(const WidenParams& p, int64_t token, int head, int vector) {
+    const int index = static_cast<int>(token / static_cast<uint32_t>(p.page_size)), page = p.kv_indices[index];
+    const int at = static_cast<int>(token - static_cast<int64_t>(index) * p.page_size), dim = vector * kScaledNumbers;
+    if (page < 0 || page >= p.num_pages) return;
+    const bool has_k = dim < p.head_dim_k, has_v = dim < p.head_dim_v;
+    Bytes k, v;
+    e4m3_t k_sf, v_sf;
+    if (has_k) {
+      k = load(p.k, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + vector * kVec);
+      k_sf = p.k_sf[page * p.k_sf_page_stride + at * p.k_sf_token_stride + head * p.k_sf_head_stride + vector];
+    }
+    if (has_v) {
+      v = load(p.v, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + vector * kVec);
+      v_sf = p.v_sf[page * p.v_sf_page_stride + at * p.v_sf_token_stride + head * p.v_sf_head_stride + vector];
+    }
+    const int64_t row = token * p.num_kv_heads + head;
+    if (has_k) store_scaled(p.k_out, row * p.head_dim_k + dim, k, to_float(k_sf));
+    if (has_v) store_scaled(p.v_out, row * p.head_dim_v + dim, v, to_float(v_sf));
+  }
+
+  QUIRE_HD static void store_scaled(void* base, int64_t element, const Bytes& x, float scale) {
+    Numbers* to = reinterpret_cast<Numbers*>(static_cast<T*>(base) + element);
+    for (int i = 0; i < 2; ++i) {
+      Numbers wide;
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t codes = x.word[i] >> (8 * j);
+        wide.word[j] = two_from_floats<T>(e2m1_to_float(codes) * scale, e2m1_to_float(codes >> 4) * scale);
+      }
+      to[i] = wide;
+    }
   }
 
   QUIRE_HD static Bytes load(const void* base, int64_t element) {
