@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
+import nvfp4_cases
 import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from latents import Latents
@@ -25,7 +26,7 @@ from problems import Problem
 from quire.cli.aot import PRESETS, Selection, select
 from quire.engine.device import target_of
 from quire.kernels import AttentionKey, kernel_of
-from quire.kernels.features import MaskMode, PosEncodingMode
+from quire.kernels.features import NVFP4, MaskMode, PosEncodingMode
 from test_mla import parts, planned
 from test_xqa import Draft, call, with_draft
 
@@ -57,7 +58,8 @@ def problem_of(key: AttentionKey, device: str) -> Problem:
     rope = key.pos_encoding is PosEncodingMode.ROPE_LLAMA
     problem = Problem(
         (q_len,) * len(kv_lens), kv_lens, num_qo_heads=2 * GROUP_SIZE, num_kv_heads=2, head_dim=key.head_dim_qk,
-        head_dim_vo=key.head_dim_vo, dtype=key.q.torch, kv_dtype=key.kv.torch, device=device,
+        head_dim_vo=key.head_dim_vo, dtype=key.q.torch,
+        kv_dtype=None if key.kv is NVFP4 else key.kv.torch, device=device,
         causal=key.mask is MaskMode.CAUSAL, window_left=window_left, soft_cap=soft_cap,
         attention_chunk_size=70 if chunked else None,
         pos_encoding_mode=key.pos_encoding.name, rope_scale=2.0 if rope else None, rope_theta=1e4 if rope else None,
@@ -70,6 +72,8 @@ def run(key: AttentionKey, backend: str, device: str) -> str:
     if key.problem().is_mla:
         return run_mla(key, backend, device)
     problem, types = problem_of(key, device), {"kv_data_type": key.kv.torch, "o_data_type": key.o.torch}
+    if key.kv is NVFP4:
+        return run_nvfp4(key, problem, types, backend)
     if key.mask is MaskMode.TREE:
         draft = Draft.tree(len(problem.kv_lens), problem.qo_lens[0])
         with_draft(problem, draft)
@@ -84,6 +88,23 @@ def run(key: AttentionKey, backend: str, device: str) -> str:
         wrapper = ragged_wrapper(problem, backend)
         plan_ragged(wrapper, problem, plan=types)
         problem.check(*wrapper.run(problem.q, problem.k, problem.v, return_lse=True))
+    slug: str = wrapper._attention.decision.key.slug
+    return slug
+
+
+def run_nvfp4(key: AttentionKey, problem: Problem, types: dict[str, torch.dtype], backend: str) -> str:
+    """run() for keys and values of 4 bits."""
+    rows = nvfp4_cases.quantise(problem)
+    if key.paged:
+        cache = nvfp4_cases.paged(problem, rows, key.page_size if key.page_size > 0 else 5)  # 5: fits no tile
+        wrapper = paged_wrapper(problem, cache, backend)
+        plan_paged(wrapper, problem, cache, plan=types)
+        problem.check(*wrapper.run(problem.q, cache.kv, kv_cache_sf=cache.sf, return_lse=True))
+    else:
+        wrapper = ragged_wrapper(problem, backend)
+        plan_ragged(wrapper, problem, plan=types)
+        scales = (rows.k_sf, rows.v_sf)
+        problem.check(*wrapper.run(problem.q, rows.k, rows.v, kv_cache_sf=scales, return_lse=True))
     slug: str = wrapper._attention.decision.key.slug
     return slug
 

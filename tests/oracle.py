@@ -559,3 +559,31 @@ def segment_packbits(x: Tensor, indptr: Indptr, bitorder: str) -> tuple[Tensor, 
     ends = [int(i) for i in indptr]
     parts = [packbits(x[a:b], bitorder) for a, b in itertools.pairwise(ends)]
     return torch.cat([*parts, torch.empty(0, dtype=torch.uint8)]), indptr_of([p.numel() for p in parts])
+
+
+#: The numbers of E2M1, by their codes.
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+E2M1 = torch.cat((E2M1, -E2M1))
+
+
+def nvfp4_numbers(data: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of NVFP4 in float64, [..., n], without their global scale: bytes [..., n / 2], of which the low bits
+    are the first number, and scales [..., n / 16] in e4m3.
+    """
+    codes = torch.stack((data.cpu() & 15, data.cpu() >> 4), -1).flatten(-2)
+    return E2M1[codes.long()] * scales.cpu().view(torch.float8_e4m3fn).double().repeat_interleave(16, -1)
+
+
+def nvfp4_quantised(x: Tensor, global_scale: float) -> tuple[Tensor, Tensor]:
+    """x [..., n] as bytes [..., n / 2] and scales [..., n / 16] of NVFP4: the nearest numbers, ties to even codes."""
+    blocks = x.cpu().double().unflatten(-1, (-1, 16))
+    scales = (blocks.abs().amax(-1) / (6.0 * global_scale)).clamp(max=448.0).float().to(torch.float8_e4m3fn)
+    unit = scales.double() * global_scale
+    sizes = torch.where(unit[..., None] > 0, blocks.abs() / unit[..., None], 0.0)
+    sizes = torch.where(torch.isfinite(sizes) | torch.isinf(blocks), sizes, 0.0)
+    distance = (sizes.clamp(max=6.0)[..., None] - E2M1[:8]).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    first, last = nearest.int().argmax(-1), 7 - nearest.flip(-1).int().argmax(-1)
+    codes = torch.where(first % 2 == 0, first, last) | ((torch.signbit(blocks) & (unit[..., None] > 0)).long() << 3)
+    codes = codes.flatten(-2).unflatten(-1, (-1, 2)).to(torch.uint8)
+    return codes[..., 0] | codes[..., 1] << 4, scales

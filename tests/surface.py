@@ -106,7 +106,7 @@ xqa.xqa
   pos_encoding_mode rope_scale rope_theta: used test_xqa_function.py::test_position_encodings
   workspace_buffer semaphores sm_count enable_pdl: checked test_xqa_function.py::test_permissions_are_not_needed
   head_dim: checked test_xqa_function.py::test_wrong_arguments
-  k_sf_cache v_sf_cache: foreign test_xqa_function.py::test_wrong_arguments
+  k_sf_cache v_sf_cache: used test_nvfp4.py::test_xqa
   backend: used test_xqa_function.py::test_page_sizes
   variant: used test_variants.py::test_xqa
 xqa_mla
@@ -179,7 +179,7 @@ xqa_batch_decode_with_kv_cache
   q_len_per_req: used test_xqa.py::test_several_queries_are_causal
   mask: used test_xqa.py::test_draft_trees
   q_cu_seq_lens: used test_padded_queries.py::test_drafts_are_causal
-  kv_cache_sf: foreign test_xqa.py::test_wrong_arguments
+  kv_cache_sf: used test_nvfp4.py::test_calls_over_block_tables
   variant: used test_variants.py::test_decode_on_tables_of_pages
   backend: used test_xqa.py::test_page_sizes
 cudnn_batch_decode_with_kv_cache
@@ -209,7 +209,7 @@ single_prefill_with_kv_cache
   pos_encoding_mode rope_scale rope_theta: used test_positions.py::test_positions_of_single_calls
   use_fp16_qk_reduction allow_fp16_qk_reduction: foreign test_surface.py::test_permissions_of_single_prefill
   scale_q scale_k scale_v: used test_fp8.py::test_queries_of_eight_bits
-  kv_cache_sf: foreign test_surface.py::test_what_single_prefill_refuses
+  kv_cache_sf: used test_nvfp4.py::test_single_prefill
   backend: used test_single.py::test_prefill_lengths
 BatchPrefillWithPagedKVCacheWrapper
   shown float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf
@@ -255,7 +255,7 @@ BatchPrefillWithPagedKVCacheWrapper.run
   out lse return_lse: used test_prefill.py::test_results_are_allocated_if_not_given
   sinks: used test_prefill.py::test_sinks
   enable_pdl window_left: checked test_surface.py::test_permissions_of_run
-  kv_cache_sf: foreign test_surface.py::test_what_run_refuses
+  kv_cache_sf: used test_nvfp4.py::test_cache_forms
   lse_base lse_layout: used test_prefill.py::test_bases_and_layouts_of_an_lse
   skip_softmax_threshold_scale_factor: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
   use_fp16_softmax uses_spcompress: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
@@ -305,7 +305,8 @@ BatchPrefillWithRaggedKVCacheWrapper.run
   out lse return_lse: used test_prefill.py::test_results_are_allocated_if_not_given
   sinks: used test_prefill.py::test_sinks
   enable_pdl window_left: checked test_surface.py::test_permissions_of_run
-  kv_cache_sf o_scale: foreign test_surface.py::test_what_run_refuses
+  kv_cache_sf: used test_nvfp4.py::test_ragged_prefill
+  o_scale: foreign test_surface.py::test_what_run_refuses
   lse_base lse_layout: used test_prefill.py::test_bases_and_layouts_of_an_lse
 BatchPrefillWithRaggedKVCacheWrapper.reset_workspace_buffer
   shown float_workspace_buffer int_workspace_buffer

@@ -95,7 +95,7 @@ def test_outputs_whose_elements_do_not(shape_and_strides):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("kv_cache_sf", "caches of 4 bits"),
+        ("use_fp16_softmax", "softmax is in float32"),
         ("profiler_buffer", "torch.profiler"),
         ("other", "not supported by this call"),
     ],

@@ -440,7 +440,7 @@ def test_trtllm_decode(device, dtype, kv_layout):
     p.check(quire.trtllm_batch_decode_with_kv_cache(*call, sinks=sinks, out_dtype=dtype, **more), sinks=sinks)
     out, lse = quire.trtllm_batch_decode_with_kv_cache(*call, return_lse=True, **more)
     p.check(out, lse)
-    for name, value in (("cp_rank", 2), ("cp_world", 2), ("kv_cache_sf", lse), ("uses_shared_paged_kv_idx", False)):
+    for name, value in (("cp_rank", 2), ("cp_world", 2), ("uses_shared_paged_kv_idx", False)):
         with pytest.raises(quire.ValidationError, match="not supported"):
             quire.trtllm_batch_decode_with_kv_cache(*call, **more, **{name: value})
 
@@ -467,7 +467,7 @@ def test_trtllm_context(device, dtype, kv_layout, sums):
     p.check(out)
     p.causal = False
     p.check(*call(return_lse=True))
-    for name, value in (("o_sf_scale", 1.0), ("kv_cache_sf", p.q), ("uses_shared_paged_kv_idx", False)):
+    for name, value in (("o_sf_scale", 1.0), ("uses_shared_paged_kv_idx", False)):
         with pytest.raises(quire.ValidationError, match="not supported"):
             call(**{name: value})
     if device == "cpu":

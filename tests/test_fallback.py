@@ -26,7 +26,7 @@ from quire.jit import events
 #: Their functions and wrappers say what they were called with.
 THEIRS = """
 def _function(name):
-    def call(*args, kv_cache_sf=None, of_a_later_release=None, **kwargs):
+    def call(*args, of_a_later_release=None, **kwargs):
         return "theirs", name, args, kwargs
     call.__name__ = call.__qualname__ = name
     return call
@@ -98,18 +98,14 @@ def left() -> list[str]:
 
 #: Arguments that Quire refuses, by the function.
 REFUSED = (
-    ("prefill.single_prefill_with_kv_cache", "kv_cache_sf"),
-    ("prefill.trtllm_batch_context_with_kv_cache", "kv_cache_sf"),
+    ("prefill.trtllm_batch_context_with_kv_cache", "uses_spcompress"),
     ("prefill.trtllm_batch_context_with_kv_cache", "o_sf_scale"),
-    ("decode.trtllm_batch_decode_with_kv_cache", "kv_cache_sf"),
+    ("decode.trtllm_batch_decode_with_kv_cache", "cp_world"),
     ("decode.trtllm_batch_decode_with_kv_cache", "o_sf_scale"),
-    ("decode.xqa_batch_decode_with_kv_cache", "kv_cache_sf"),
     ("decode.cudnn_batch_decode_with_kv_cache", "batch_offsets_k"),
     ("mla.trtllm_batch_decode_with_kv_cache_mla", "enable_dcp"),
     ("mla.trtllm_batch_decode_with_kv_cache_mla", "cp_world"),
     ("mla.trtllm_batch_decode_with_kv_cache_mla", "uses_shared_paged_kv_idx"),
-    ("xqa.xqa", "k_sf_cache"),
-    ("xqa.xqa", "v_sf_cache"),
 )
 
 
@@ -118,7 +114,7 @@ def test_functions(flashinfer: Any, path: str, argument: str) -> None:
     module, name = path.split(".")
     call, value = getattr(import_module(f"flashinfer.{module}"), name), torch.ones(3)
     who, what, args, kwargs = call(1, **{argument: value})
-    assert (who, what, args) == ("theirs", name, (1,)) and (argument == "kv_cache_sf" or kwargs[argument] is value)
+    assert (who, what, args) == ("theirs", name, (1,)) and kwargs[argument] is value
     (line,) = left()
     assert line.startswith(f"left     {name}  1 x  {argument}: not supported by this call"), line
 
@@ -127,10 +123,22 @@ def test_what_is_said(flashinfer: Any, caplog: pytest.LogCaptureFixture) -> None
     """Once for a cause, whatever was passed; and counted each time."""
     with caplog.at_level(logging.WARNING, "quire"):
         for size in (3, 4, 4):
-            flashinfer.single_prefill_with_kv_cache(kv_cache_sf=torch.ones(size))
-    said = "single_prefill_with_kv_cache: kv_cache_sf: not supported by this call, as caches of 4 bits are not read"
+            flashinfer.prefill.trtllm_batch_context_with_kv_cache(o_sf_scale=torch.ones(size))
+    said = "trtllm_batch_context_with_kv_cache: o_sf_scale: not supported by this call, as results are in 16 or 32 bits"
     assert [record.message for record in caplog.records] == [f"FlashInfer serves {said}"]
-    assert left() == [f"left     {said.replace(': kv', '  3 x  kv', 1)}"]
+    assert left() == [f"left     {said.replace(': o', '  3 x  o', 1)}"]
+
+
+def test_swizzled_scales(flashinfer: Any) -> None:
+    """Scales of values in the order that FlashInfer's trtllm-gen has alone are for it."""
+    bytes_ = torch.zeros(2, 2, 16, 2, 32, dtype=torch.uint8)
+    scales = torch.zeros(2, 2, 16, 2, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    call = flashinfer.decode.trtllm_batch_decode_with_kv_cache
+    tables = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    options = {"kv_layout": "NHD", "backend": "trtllm-gen", "kv_cache_sf": scales}
+    q = torch.zeros(1, 4, 64)
+    assert call(q, bytes_, workspace("cpu"), *tables, 1, 1.0, 1.0, **options)[0] == "theirs"
+    assert len(left()) == 1 and "backend: expected another than 'trtllm-gen'" in left()[0]
 
 
 def test_wrong_input_is_an_error(flashinfer: Any) -> None:
@@ -149,8 +157,8 @@ def test_wrong_input_is_an_error(flashinfer: Any) -> None:
 
 def test_what_is_for_quire_alone_is_refused(flashinfer: Any) -> None:
     p = Problem((3,), (5,))
-    with pytest.raises(quire.UnsupportedError, match="kv_cache_sf"):
-        flashinfer.single_prefill_with_kv_cache(p.q, p.k, p.v, backend="quire:cpu", kv_cache_sf=torch.ones(1))
+    with pytest.raises(quire.UnsupportedError, match="o_dtype"):
+        flashinfer.single_prefill_with_kv_cache(p.q, p.k, p.v, backend="quire:cpu", o_dtype=torch.int8)
     assert not left()
 
 
@@ -186,11 +194,11 @@ class TestWrappers:
         plan_ragged(wrapper, p)
         p.check(wrapper.run(p.q, p.k, p.v))
         wrapper.reset_workspace_buffer(buffer, buffer)
-        wrapper.plan(p.qo_indptr, p.kv_indptr, 4, 2, 64, kv_data_type=torch.uint8)  # 4 bits, in FlashInfer's words
+        wrapper.plan(p.qo_indptr, p.kv_indptr, 4, 2, 64, kv_data_type=torch.int8)
         assert wrapper.run(p.q, p.k, p.v) == wrapper.run_return_lse(p.q) == "theirs"
         theirs = wrapper._behind.wrapper()
         assert theirs.made_with == ((buffer, "NHD"), {}) and theirs.heard == ["reset", "plan", "run", "run"]
-        assert theirs.planned_with[1] == {"kv_data_type": torch.uint8}
+        assert theirs.planned_with[1] == {"kv_data_type": torch.int8}
         assert wrapper._sm_scale == 7.0 and isinstance(wrapper, flashinfer.BatchPrefillWithRaggedKVCacheWrapper)
         wrapper._sm_scale = 8.0  # as SGLang writes it
         assert theirs._sm_scale == 8.0 and repr(wrapper) == repr(theirs)
@@ -202,17 +210,16 @@ class TestWrappers:
         assert len(left()) == 1 and "BatchPrefillWithRaggedKVCacheWrapper.plan  1 x  kv_data_type: " in left()[0]
         assert theirs.made == 1
 
-    @pytest.mark.parametrize("argument", ["kv_cache_sf", "o_scale"])
-    def test_a_refused_run(self, flashinfer: Any, argument: str) -> None:
+    def test_a_refused_run(self, flashinfer: Any) -> None:
         """All later calls are FlashInfer's, which must not plan while a CUDA graph is captured."""
         p = Problem((3, 7), (40, 7), causal=True)
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
         plan_ragged(wrapper, p)
-        assert wrapper.run(p.q, p.k, p.v, **{argument: torch.ones(1)}) == "theirs"
+        assert wrapper.run(p.q, p.k, p.v, o_scale=torch.ones(1)) == "theirs"
         plan_ragged(wrapper, p)
-        assert wrapper.run(p.q, p.k, p.v, **{argument: torch.ones(1)}) == "theirs"
+        assert wrapper.run(p.q, p.k, p.v, o_scale=torch.ones(1)) == "theirs"
         assert wrapper._behind.wrapper().heard == ["plan", "run", "plan", "run"]
-        assert len(left()) == 1 and f"Wrapper.run  1 x  {argument}: " in left()[0]
+        assert len(left()) == 1 and "Wrapper.run  1 x  o_scale: " in left()[0]
 
     @pytest.mark.parametrize("given", [{"jit_args": ("mine", "struct Mine {};")}, {"variant_owns_mask": True}])
     def test_a_refused_constructor(self, flashinfer: Any, given: dict[str, Any]) -> None:
@@ -243,7 +250,7 @@ class TestWrappers:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
         given = p.qo_indptr, p.kv_indptr, 4, 2, 64
         assert wrapper.workspace_size(*given)[0] > 0 and not left()
-        assert wrapper.workspace_size(*given, kv_data_type=torch.uint8) == "theirs"
+        assert wrapper.workspace_size(*given, kv_data_type=torch.int8) == "theirs"
 
     def test_fast_decode_plan(self, flashinfer: Any) -> None:
         """SGLang puts it in the place of begin_forward()."""
@@ -254,7 +261,7 @@ class TestWrappers:
             flashinfer.decode.fast_decode_plan(wrapper, *args, **kwargs)
 
         wrapper.begin_forward = begin_forward
-        for dtype, is_theirs in ((torch.uint8, True), (torch.float32, False), (torch.uint8, True)):
+        for dtype, is_theirs in ((torch.int8, True), (torch.float32, False), (torch.int8, True)):
             wrapper.begin_forward(indptr, one - 1, one, 4, 2, 64, 16, kv_data_type=dtype, q_data_type=torch.float32)
             cache = torch.zeros(1, 2, 16, 2, 64)
             assert (wrapper.run(torch.zeros(1, 4, 64), cache) == "theirs") is is_theirs
@@ -269,7 +276,7 @@ class TestWrappers:
         assert isinstance(wrapper, Mine) and not isinstance(
             flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu")), Mine
         )
-        wrapper.plan(p.qo_indptr, p.kv_indptr, 4, 2, 64, kv_data_type=torch.uint8)
+        wrapper.plan(p.qo_indptr, p.kv_indptr, 4, 2, 64, kv_data_type=torch.int8)
         assert wrapper.run() == "theirs" and isinstance(wrapper, Mine)
         plan_ragged(wrapper, p)
         p.check(wrapper.run(p.q, p.k, p.v))

@@ -73,10 +73,10 @@ def test_permissions_of_single_prefill(device, dtype, name):
         quire.single_prefill_with_kv_cache(p.q, p.k, p.v, **{name: 1})
 
 
-@pytest.mark.parametrize("name", ["scale_q", "scale_k", "scale_v", "kv_cache_sf"])
+@pytest.mark.parametrize("name", ["scale_q", "scale_k", "scale_v"])
 def test_what_single_prefill_refuses(name):
     p = Problem((5,), (40,))
-    with pytest.raises(quire.ValidationError, match=f"{name}: (not supported|expected one number with queries of)"):
+    with pytest.raises(quire.ValidationError, match=f"{name}: expected one number with queries of"):
         quire.single_prefill_with_kv_cache(p.q, p.k, p.v, **{name: torch.ones(4)})
 
 
@@ -92,7 +92,7 @@ def test_permissions_of_run(device, dtype, kind):
         prefill(p, kind, run={"window_left": 8})
 
 
-@pytest.mark.parametrize(("kind", "name"), [("paged", "kv_cache_sf"), ("ragged", "kv_cache_sf"), ("ragged", "o_scale")])
+@pytest.mark.parametrize(("kind", "name"), [("ragged", "o_scale")])
 def test_what_run_refuses(kind, name):
     with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
         prefill(problem(), kind, run={name: torch.ones(1)})

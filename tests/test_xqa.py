@@ -416,7 +416,11 @@ def fp16(*shape: int) -> Tensor:
 
 
 WRONG = {
-    "kv_cache_sf": ({"kv_cache_sf": fp16(1)}, quire.ValidationError, "kv_cache_sf: not supported"),
+    "kv_cache_sf": (
+        {"kv_cache_sf": fp16(1)},
+        quire.ValidationError,
+        "kv_cache_sf: expected None with keys and values of torch.float16",
+    ),
     "query dims": ({"query": fp16(2, 1, 4, 64)}, quire.ValidationError, r"query: expected \[batch_size \* q_len"),
     "query rows": ({"query": fp16(3, 4, 64)}, quire.ValidationError, "query: .*got .3, 4, 64"),
     "q_len": ({"q_len_per_req": 2}, quire.ValidationError, r"query: .*q_len_per_req=4"),

@@ -89,7 +89,7 @@ class BatchAttention:
             kv_data_type=kv_data_type, **operands,
         )  # fmt: skip
 
-    @foreign(refused="profiler_buffer kv_cache_sf")
+    @foreign(refused="profiler_buffer")
     def run(
         self, q: torch.Tensor, kv_cache: PagedCache, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
         k_scale: Any = None, v_scale: Any = None, logits_soft_cap: float = 0.0,
@@ -98,12 +98,13 @@ class BatchAttention:
         """(o [nnz_qo, num_qo_heads, head_dim_vo], lse [nnz_qo, num_qo_heads] float32, base 2).
 
         logits_soft_cap: the value given to plan(), or 0. k_scale, v_scale: numbers or tensors of one element.
+        kv_cache_sf: as in the paged prefill wrapper's run().
         """
         given = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
         if given and given != (cap := self._wrapper._logits_soft_cap):
             raise ValidationError(f"logits_soft_cap: expected {cap} (fixed by plan()) or 0, got {logits_soft_cap}.")
         run = self._wrapper.run_return_lse
-        return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, **operands)
+        return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, kv_cache_sf=kv_cache_sf, **operands)
 
     def explain(self) -> Explanation:
         """Which kernel plan() chose, why the others were not chosen, and what was planned."""

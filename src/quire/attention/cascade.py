@@ -194,18 +194,24 @@ class MultiLevelCascadeAttentionWrapper:
         plans = (f"level {i}\n{level.explain()}" for i, level in enumerate(self._levels))
         return "\n".join((f"level by level: {self._apart}", *plans))
 
-    def run(self, q: torch.Tensor, paged_kv_cache: PagedCache, **operands: Any) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, k_scale: Any = None, v_scale: Any = None,
+        kv_cache_sf: Any = None, **operands: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which are in one cache; returns o like q.
 
+        k_scale, v_scale, kv_cache_sf: as in the paged prefill wrapper's run().
         operands: tensors and numbers, by name, that the score of the constructor's variant reads.
         """
+        shared: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
         if not self._apart:
             unexpected("run", operands)
-            return self._joined.run(q, paged_kv_cache)
+            joined: torch.Tensor = self._joined.run(q, paged_kv_cache, **shared)
+            return joined
         given = [operands] * len(self._levels) if self._operands is None else self._operands.of_run(operands)
-        o, lse = self._levels[0].run_return_lse(q, paged_kv_cache, **given[0])
+        o, lse = self._levels[0].run_return_lse(q, paged_kv_cache, **shared, **given[0])
         for level, own in zip(self._levels[1:], given[1:], strict=True):
-            merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache, **own))
+            merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache, **shared, **own))
         return o
 
     forward = run

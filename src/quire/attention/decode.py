@@ -26,7 +26,6 @@ from quire.engine.checks import (
     host_indices,
     last_page_lens,
     page_indices,
-    refuse,
 )
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
@@ -177,7 +176,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
-    @foreign(refused="kv_cache_sf", permissions="skip_softmax_threshold_scale_factor", checks_itself=True)
+    @foreign(permissions="skip_softmax_threshold_scale_factor", checks_itself=True)
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -192,8 +191,6 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         """
         if scales:
             scales, return_lse = without_flag(scales, return_lse)
-        if kv_cache_sf is not None:
-            refuse(kv_cache_sf=kv_cache_sf)
         if skip_softmax_threshold_scale_factor is not None:
             check_permissions(skip_softmax_threshold_scale_factor)
         if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):
@@ -201,6 +198,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         if scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
+        if kv_cache_sf is not None:
+            paged_kv_cache, options = self._scaled(paged_kv_cache, kv_cache_sf, options)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def forward(

@@ -86,15 +86,15 @@ class PODWithPagedKVCacheWrapper:
         pos_encoding_mode_d: str = "NONE", sm_scale_d: float | None = None, window_left_d: int = -1,
         rope_scale_d: float | None = None, rope_theta_d: float | None = None, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, return_lse_d: bool = False,
-        use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None, *,
+        use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None, *, kv_cache_sf_d: Any = None,
         operands_p: Mapping[str, Any] = NO_OPERANDS, operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> tuple[Result, Result]:  # fmt: skip
         """Returns (result of the prefill, result of the decodes), each o, or (o, lse) with return_lse_p, return_lse_d.
 
         q_p, k_p, v_p and the arguments in _p: as in single_prefill_with_kv_cache(). q_d, paged_kv_cache_d and the
-        scales: as in the decode wrapper's run(). Arguments in _d that plan() takes must agree with it. operands_p,
-        operands_d: tensors and numbers, by name, that the constructor's variant reads: all of those for the prefill,
-        and those of the score for the decodes.
+        scales, kv_cache_sf_d too: as in the decode wrapper's run(). Arguments in _d that plan() takes must agree with
+        it. operands_p, operands_d: tensors and numbers, by name, that the constructor's variant reads: all of those for
+        the prefill, and those of the score for the decodes.
         """
         self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
         fused = None
@@ -109,7 +109,7 @@ class PODWithPagedKVCacheWrapper:
             attend = partial(fused.prefill.run, q_p, (k_p, v_p), return_lse=return_lse_p, options=options)
             decodes = partial(
                 self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-                enable_pdl=enable_pdl, return_lse=return_lse_d, **operands_d,
+                enable_pdl=enable_pdl, return_lse=return_lse_d, kv_cache_sf=kv_cache_sf_d, **operands_d,
             )  # fmt: skip
             return fused.run(attend, decodes)
         prefill = single_prefill_with_kv_cache(
@@ -120,7 +120,7 @@ class PODWithPagedKVCacheWrapper:
         )  # fmt: skip
         decode = self._decode.run(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d,
-            enable_pdl=enable_pdl, **operands_d,
+            enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d, **operands_d,
         )  # fmt: skip
         return prefill, decode
 
@@ -224,13 +224,15 @@ class BatchPODWithPagedKVCacheWrapper:
         custom_mask_p: torch.Tensor | None = None, packed_custom_mask_p: torch.Tensor | None = None,
         causal_p: bool = False, q_scale: float | None = None, k_scale: float | None = None,
         v_scale: float | None = None, return_lse: bool = False, use_fp16_qk_reduction: bool = False,
-        enable_pdl: bool | None = None, *, operands_p: Mapping[str, Any] = NO_OPERANDS,
-        operands_d: Mapping[str, Any] = NO_OPERANDS,
+        enable_pdl: bool | None = None, *, kv_cache_sf_p: Any = None, kv_cache_sf_d: Any = None,
+        operands_p: Mapping[str, Any] = NO_OPERANDS, operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> tuple[Result, Result]:  # fmt: skip
         """Returns (result of the prefills, result of the decodes), each o, or (o, lse) with return_lse=True.
 
         The prefills are planned again if a mask is given, or if causal_p differs from the last call. The scales are
-        for the decodes. operands_p, operands_d: what the score of the constructor's variant reads, by name.
+        for the decodes, and k_scale and v_scale for the prefills, too, if their cache has 4 bits: kv_cache_sf_p and
+        kv_cache_sf_d are scales of such caches. operands_p, operands_d: what the score of the constructor's variant
+        reads, by name.
         """
         check_flags(causal_p=causal_p)
         causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p
@@ -238,12 +240,15 @@ class BatchPODWithPagedKVCacheWrapper:
             masks = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p}
             self._plan_prefills(**masks, causal=causal_p)
             self._planned_causal = causal
+        has_scales = kv_cache_sf_p is not None
         prefill = partial(
-            self._prefill.run, q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl, **operands_p
-        )
+            self._prefill.run, q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl,
+            k_scale=k_scale if has_scales else None, v_scale=v_scale if has_scales else None, kv_cache_sf=kv_cache_sf_p,
+            **operands_p,
+        )  # fmt: skip
         decode = partial(
             self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-            return_lse=return_lse, enable_pdl=enable_pdl, **operands_d,
+            return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d, **operands_d,
         )  # fmt: skip
         if is_tracing() or self._fused is None or not self._fused.takes(q_p, q_d):
             return prefill(), decode()

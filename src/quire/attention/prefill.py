@@ -28,10 +28,10 @@ from quire.engine.batch import with_items
 from quire.engine.checks import batch_size_of, check_permissions, host_indices, last_page_lens, page_indices, refuse
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import foreign, options_of
-from quire.engine.run import Result, run_options
+from quire.engine.run import Result, converted, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
-from quire.engine.tensors import PagedCache, converted
+from quire.engine.tensors import PagedCache
 from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
@@ -136,7 +136,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
-    @foreign(refused="kv_cache_sf o_scale", checks_itself=True)
+    @foreign(refused="o_scale", checks_itself=True)
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
@@ -151,20 +151,22 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         """
         if scales:
             scales, return_lse = without_flag(scales, return_lse)
-        if kv_cache_sf is not None or o_scale is not None:
-            refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        if o_scale is not None:
+            refuse(o_scale=o_scale)
         if lse_base != "log2" or lse_layout != "NH":
             run = partial(
                 self.run, q, k, v, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
-                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, **operands,
+                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf, **operands,
             )  # fmt: skip
             return converted(run, lse, return_lse, lse_base, lse_layout)
         if scales and self._takes_sinks:
             sinks = self._sinks_and_scale(*scales)
         elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
-        return self._runner().run(q, (k, v), out, lse, return_lse, options)
+        kv, options = (k, v), run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
+        if kv_cache_sf is not None:
+            kv, options = self._scaled(kv, kv_cache_sf, options)  # type: ignore[assignment]
+        return self._runner().run(q, kv, out, lse, return_lse, options)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
@@ -341,7 +343,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
     @foreign(
-        refused="kv_cache_sf uses_spcompress", permissions="skip_softmax_threshold_scale_factor use_fp16_softmax",
+        refused="uses_spcompress", permissions="skip_softmax_threshold_scale_factor use_fp16_softmax",
         checks_itself=True,
     )  # fmt: skip
     def run(
@@ -366,6 +368,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         window_left: must be the value given to plan().
         sinks: float32 [num_qo_heads], logits (natural logarithm) that are added to each denominator.
         lse_base, lse_layout: "ln" for an lse in base e; "HN" for a contiguous lse [num_qo_heads, nnz_qo].
+        kv_cache_sf: of a cache of 4 bits (NVFP4), uint8 [..., head_dim / 2], the scales: float8_e4m3fn [...,
+            head_dim / 16] in the shape and order of the cache, with any strides. plan() is told kv_data_type="nvfp4".
         operands: tensors and numbers, by name, that the score of the constructor's variant reads.
 
         Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with return_lse=True, lse [nnz_qo, num_qo_heads] in
@@ -374,14 +378,14 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         """
         if scales:
             scales, return_lse = without_flag(scales, return_lse)
-        if kv_cache_sf is not None or uses_spcompress:
-            refuse(kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress)
+        if uses_spcompress:
+            refuse(uses_spcompress=uses_spcompress)
         if skip_softmax_threshold_scale_factor is not None or use_fp16_softmax is not None:
             check_permissions(skip_softmax_threshold_scale_factor, use_fp16_softmax)
         if lse_base != "log2" or lse_layout != "NH":
             run = partial(
                 self.run, q, paged_kv_cache, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
-                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, **operands,
+                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf, **operands,
             )  # fmt: skip
             return converted(run, lse, return_lse, lse_base, lse_layout)
         if scales and self._takes_sinks:
@@ -389,6 +393,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
+        if kv_cache_sf is not None:
+            paged_kv_cache, options = self._scaled(paged_kv_cache, kv_cache_sf, options)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def forward(

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from quire.cache.nvfp4 import (
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from quire.engine.checks import (
     batch_size_of,
     check_contiguous_last,
@@ -26,17 +30,24 @@ from quire.engine.checks import (
 from quire.engine.device import target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operators import is_tracing, operator
-from quire.engine.schedule import check_count, check_offsets, check_range, index_table
-from quire.engine.tensors import PagedCache, cache_tensors, cache_view, page_size_of
+from quire.engine.schedule import check_offsets, check_range, check_tables, index_table
+from quire.engine.tensors import PagedCache, cache_tensors, cache_views
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.features import KVLayout
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
 
-__all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+]
 
-_LEAST, _MOST = -(2**31), 2**31 - 1  #: of int32
+_MOST = 2**31 - 1  #: of int32
 _STRIDES = tuple(field[0] for field in AppendParams._fields_ if field[0].endswith("_stride"))
 
 
@@ -135,37 +146,6 @@ def _append(
         check_tables(batch, k.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
     if nnz and batch and k.shape[0]:
         _launch(append_key, append_value, k, v, tables, batch)
-
-
-def cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a cache to write to: the kernel finds both by one page number and one head."""
-    k, v = cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
-    if k.shape[:3] != v.shape[:3] or k.dtype is not v.dtype:
-        raise ValidationError(
-            f"paged_kv_cache: expected as many pages, tokens a page and heads of values as of keys, of one dtype; got "
-            f"{list(k.shape[:3])} {k.dtype} of keys and {list(v.shape[:3])} {v.dtype} of values."
-        )
-    for view in (k, v):
-        for size, name in zip(view.shape[1:], ("page_size", "num_kv_heads", "head_dim"), strict=True):
-            check_positive(size, f"paged_kv_cache: {name}")
-        check_count(view.shape[2] * view.shape[3], "paged_kv_cache", "numbers of a token (num_kv_heads times head_dim)")
-        check_contiguous_last(check_output(view, "paged_kv_cache"), "paged_kv_cache")
-        check_same_device(view, "paged_kv_cache", k.device)
-    return k, v
-
-
-def check_tables(
-    batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
-) -> None:
-    """Check the tables that are on the host, before anything is written."""
-    check_offsets(kv_indptr, "kv_indptr")
-    used = int(kv_indptr[-1])
-    if used > kv_indices.shape[0]:
-        raise ValidationError(
-            f"kv_indices: expected at least kv_indptr[-1]={used} page numbers, got {kv_indices.shape[0]}."
-        )
-    check_range(kv_indices[:used], "kv_indices", 0, num_pages - 1, f"page numbers below num_pages={num_pages}")
-    check_range(batch_indices, "batch_indices", _LEAST, batch - 1, f"requests below batch_size={batch}")
 
 
 def _launch(

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from quire.cache.page import cache_views, check_tables
 from quire.engine.checks import (
     batch_size_of,
     check_contiguous_last,
@@ -37,8 +36,8 @@ from quire.engine.device import on_cuda
 from quire.engine.operators import operator
 from quire.engine.options import foreign
 from quire.engine.rotate import Angles, Heads, check_heads, rotary_dim_of, split, start
-from quire.engine.schedule import index_table
-from quire.engine.tensors import PagedCache, cache_tensors, check_apart
+from quire.engine.schedule import check_tables, index_table
+from quire.engine.tensors import PagedCache, cache_tensors, cache_views, check_apart
 from quire.errors import ValidationError
 from quire.kernels.features import KVLayout
 from quire.kernels.params import RopeParams

@@ -159,7 +159,8 @@ class TableCall(NamedTuple):
         options = RunOptions(
             self.sinks, v_scale=self.v_scale.number, enable_pdl=self.enable_pdl,
             logits_scale_by=self.logits_scale.tensor, o_scale_by=self.v_scale.tensor, lse_unit=self.lse_unit,
-            others=tuple(tensor for tensor in (q_nope, self.ckv_scales) if tensor is not None), operands=operands,
+            others=tuple(tensor for tensor in (q_nope, self.ckv_scales, *self.cache.scales) if tensor is not None),
+            operands=operands,
         )  # fmt: skip
         AttentionCall(
             spec, q, self.cache.caller, self.workspace, self.layout, self.backend, o, statistics, options=options
@@ -188,7 +189,6 @@ def _num_rows(query: Any) -> int:
 
 
 @replayed
-@foreign(refused="kv_cache_sf")
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: float | torch.Tensor = 1.0,
@@ -228,8 +228,11 @@ def xqa_batch_decode_with_kv_cache(
 
     variant: a quire.Variant of the caller's own, whose operands are keywords. Its mask is evaluated for all keys.
 
+    kv_cache_sf: the scales of a cache of 4 bits (NVFP4), uint8 [..., head_dim / 2]: float8_e4m3fn [..., head_dim / 16]
+    in the shape and order of kv_cache, with any strides. bmm1_scale and bmm2_scale then contain the global scales.
+
     Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], or `out`. Raises ValidationError naming
-    the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
+    the argument, or UnsupportedError with each kernel's reason.
 
     >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     >>> cache = torch.randn(6, 2, 16, 2, 64, dtype=torch.bfloat16)  # [num_pages, 2, page_size, num_kv_heads, head_dim]
@@ -241,8 +244,9 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 8, 64])
     """
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
+    cache = PagedKV.of(kv_cache, layout, kv_cache_sf=kv_cache_sf, backend=backend)
     result: torch.Tensor = TableCall(
-        query, PagedKV.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
+        query, cache, workspace, block_tables, seq_lens, max_seq_len,
         Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len=q_len_per_req,
         q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
@@ -254,7 +258,7 @@ def xqa_batch_decode_with_kv_cache(
 
 @replayed
 @foreign(
-    refused="o_sf_scale o_sf_vec_size kv_cache_sf uses_shared_paged_kv_idx bmm1_scale_log2 "
+    refused="o_sf_scale o_sf_vec_size uses_shared_paged_kv_idx bmm1_scale_log2 "
     "enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
     "bf16q_fp8kv_transform_mode request_order request_order_plan",
     permissions="multi_ctas_kv_counter_buffer skip_softmax_threshold_scale_factor",
@@ -279,9 +283,10 @@ def trtllm_batch_decode_with_kv_cache(
 
     kv_layout defaults to "HND". out_dtype: the type of the result, query's or float8_e4m3fn. lse: float32 [batch_size *
     q_len_per_req, num_qo_heads], base 2, written if given and returned with return_lse=True. cum_seq_lens_q and
-    max_q_len are q_cu_seq_lens and its q_len_per_req. The counter buffer is scratch memory that is not needed, and
-    skip_softmax_threshold_scale_factor permits to skip small weights, which Quire's kernels do not. All other arguments
-    that xqa_batch_decode_with_kv_cache() does not have are refused.
+    max_q_len are q_cu_seq_lens and its q_len_per_req. kv_cache_sf: scales in the order of the cache; with
+    backend="trtllm-gen", for which FlashInfer interleaves those of values, they are refused. The counter buffer is
+    scratch memory that is not needed, and skip_softmax_threshold_scale_factor permits to skip small weights, which
+    Quire's kernels do not. All other arguments that xqa_batch_decode_with_kv_cache() does not have are refused.
 
     Returns the result, or (result, lse). Raises ValidationError or UnsupportedError.
 
@@ -297,8 +302,9 @@ def trtllm_batch_decode_with_kv_cache(
     if (cum_seq_lens_q is None) != (max_q_len is None):
         raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
+    cache = PagedKV.of(kv_cache, layout, kv_cache_sf=kv_cache_sf, backend=backend)
     return TableCall(
-        query, PagedKV.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
+        query, cache, workspace, block_tables, seq_lens, max_seq_len,
         Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
         q_len=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,

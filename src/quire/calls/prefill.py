@@ -38,7 +38,7 @@ from quire.kernels.features import KVLayout
 
 @replayed
 @foreign(
-    refused="o_sf_scale o_sf_vec_size kv_cache_sf uses_spcompress uses_shared_paged_kv_idx",
+    refused="o_sf_scale o_sf_vec_size uses_spcompress uses_shared_paged_kv_idx",
     permissions="use_fp16_softmax skip_softmax_threshold_scale_factor multi_ctas_kv_counter_buffer",
 )
 def trtllm_batch_context_with_kv_cache(
@@ -65,8 +65,9 @@ def trtllm_batch_context_with_kv_cache(
     which are read on their device. window_left, sinks, causal, lse: as in a paged wrapper's plan() and run().
     out_dtype: query's, or float8_e4m3fn. If seq_lens and cum_seq_lens_q are on a GPU, only the GPU reads them: the host
     does not wait, and the call may be captured in a CUDA graph; longer requests are then cut off at the end of the page
-    of token max_kv_len - 1. Caches of 8 bits and variants with a mask are planned on the host, which waits. variant: a
-    quire.Variant of the caller's own, whose operands are keywords.
+    of token max_kv_len - 1. kv_cache_sf: as in trtllm_batch_decode_with_kv_cache(). Caches of 8 or 4 bits and variants
+    with a mask are planned on the host, which waits. variant: a quire.Variant of the caller's own, whose operands are
+    keywords.
 
     Returns [nnz_qo, num_qo_heads, head_dim], or with return_lse=True (result, lse), lse [nnz_qo, num_qo_heads] float32,
     base 2. Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -83,7 +84,7 @@ def trtllm_batch_context_with_kv_cache(
     """
     check_flags(causal=causal, return_lse=return_lse, enable_pdl=enable_pdl)
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
-    cache = PagedKV.of(kv_cache, layout)
+    cache = PagedKV.of(kv_cache, layout, kv_cache_sf=kv_cache_sf, backend=backend)
     batch = (check_positive(batch_size, "batch_size"), block_tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv)
     rows: dict[str, int | None] = {"nnz_qo": None, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
     check_shape(check_tensor(query, "query"), "query", rows)
@@ -111,7 +112,7 @@ def trtllm_batch_context_with_kv_cache(
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     run_options = RunOptions(
         sinks, v_scale=v_scale.number, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
-        o_scale_by=v_scale.tensor, operands=of_score,
+        o_scale_by=v_scale.tensor, others=cache.scales, operands=of_score,
     )  # fmt: skip
     spec = AttentionSpec(indices, options, operands=of_mask)
     AttentionCall(

@@ -16,6 +16,7 @@ import torch
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
+from quire.engine.nvfp4 import check_order, numbers_in_byte, scaled, scales_of
 from quire.engine.operands import by_position, split_operands, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
@@ -54,7 +55,8 @@ def _attend_one(
     logits_soft_cap: float | None, pos_encoding_mode: str, kv_layout: str, backend: str, q_scale: Any, k_scale: Any,
     v_scale: Any, causal: bool = False, custom_mask: torch.Tensor | None = None,
     packed_custom_mask: torch.Tensor | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
+    variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS, k_sf: torch.Tensor | None = None,
+    v_sf: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
     rows = {} if decode else {"qo_len": None}
     check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
@@ -68,9 +70,10 @@ def _attend_one(
         custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta,
         variant=variant, of_mask=of_mask,
     )  # fmt: skip
-    options = RunOptions(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, operands=of_score)
+    kv, scales = scaled((k, v), None if k_sf is None else (k_sf, v_sf), 0)
+    options = RunOptions(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, others=scales, operands=of_score)
     result = AttentionCall(
-        spec, q, (k, v), OwnWorkspace(q.device), KVLayout.of(kv_layout), backend, out, lse, return_lse, options
+        spec, q, kv, OwnWorkspace(q.device), KVLayout.of(kv_layout), backend, out, lse, return_lse, options
     ).attend()
     if not decode:
         return result
@@ -85,9 +88,14 @@ def spec_of_one(
     of_mask: Mapping[str, Any] = NO_OPERANDS,
 ) -> AttentionSpec:  # fmt: skip
     """The AttentionSpec of a call on one request, q [qo_len, num_qo_heads, head_dim_qk]."""
+    in_byte = numbers_in_byte(check_tensor(k, "k"))
     token, head = (0, 1) if layout is KVLayout.NHD else (1, 0)
     sizes: dict[str, int | None] = dict.fromkeys(("kv_len", "num_kv_heads") if head else ("num_kv_heads", "kv_len"))
-    check_shape(check_tensor(k, "k"), "k", {**sizes, "head_dim_qk": q.shape[2]})
+    check_shape(
+        check_tensor(k, "k"),
+        "k",
+        {**sizes, "head_dim_qk" if in_byte == 1 else "head_dim_qk / 2": q.shape[2] // in_byte},
+    )
     check_shape(check_tensor(v, "v"), "v", {**sizes, "kv_len": k.shape[token], "head_dim_vo": None})
     check_count(q.shape[0], "q", "tokens")
     check_count(k.shape[token], "k", "tokens")
@@ -95,7 +103,7 @@ def spec_of_one(
         raise ValidationError(f"v: expected the dtype of k, {k.dtype}, got {v.dtype}.")
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32, device="cpu")
     options = PlanOptions(
-        *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2],
+        *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2] * in_byte,
         Types.of(q.dtype, k.dtype, o_dtype, ("q", "k", "o_dtype")),
         logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
         causal, page_size=0, variant=variant,
@@ -108,7 +116,8 @@ def spec_of_one(
     """single(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, *, bool decode, float? sm_scale,
        int window_left, float? logits_soft_cap, str pos_encoding_mode, str kv_layout, str backend, float? q_scale,
        float? k_scale, float? v_scale, bool causal=False, Tensor? custom_mask=None,
-       Tensor? packed_custom_mask=None, float? rope_scale=None, float? rope_theta=None, str? variant=None, """
+       Tensor? packed_custom_mask=None, float? rope_scale=None, float? rope_theta=None, Tensor? k_sf=None,
+       Tensor? v_sf=None, str? variant=None, """
     + OPERANDS
     + ") -> ()",
     tags=NOT_CAPTURABLE,
@@ -138,7 +147,7 @@ def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
 ) -> Result: ...
 @replayed
-@foreign(refused="kv_cache_sf", permissions="use_fp16_qk_reduction allow_fp16_qk_reduction")
+@foreign(permissions="use_fp16_qk_reduction allow_fp16_qk_reduction")
 def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
     scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: torch.dtype | None = None,
@@ -152,7 +161,8 @@ def single_prefill_with_kv_cache(
     """Attention of one request, without a plan.
 
     q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
-    first). custom_mask: bool [qo_len, kv_len]. variant: a quire.Variant, whose tensors and numbers are passed as
+    first). custom_mask: bool [qo_len, kv_len]. kv_cache_sf: the scales (k_sf, v_sf) of keys and values of 4 bits, as in
+    BatchPrefillWithPagedKVCacheWrapper.run(). variant: a quire.Variant, whose tensors and numbers are passed as
     keywords. The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan() and run().
 
     Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
@@ -171,8 +181,17 @@ def single_prefill_with_kv_cache(
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
         q_scale=scale_q, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
         packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta, variant=variant,
-        operands=operands,
+        operands=operands, **_scales(kv_cache_sf, backend),
     )  # fmt: skip
+
+
+def _scales(kv_cache_sf: Any, backend: Any) -> dict[str, Any]:
+    """The scales of keys and values of 4 bits by name."""
+    if kv_cache_sf is None:
+        return {}
+    check_order(backend)
+    k_sf, v_sf = scales_of(kv_cache_sf, 0)
+    return {"k_sf": k_sf.squeeze(0), "v_sf": v_sf.squeeze(0)}
 
 
 def _either_scale(of: str, number: Any, tensor: Any) -> Any:

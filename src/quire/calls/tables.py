@@ -17,6 +17,7 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.graph import is_capturing
+from quire.engine.nvfp4 import as_bytes, check_order, numbers_in_byte, scaled
 from quire.engine.operators import is_tracing
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.tensors import PagedCache, cache_tensors
@@ -32,11 +33,14 @@ class PagedKV(NamedTuple):
     num_kv_heads: int
     head_dim_qk: int
     head_dim_vo: int
+    scales: tuple[torch.Tensor, ...] = ()  #: of keys and values of 4 bits
 
     @classmethod
-    def of(cls, kv_cache: Any, layout: KVLayout, is_one_type: bool = True) -> PagedKV:
+    def of(
+        cls, kv_cache: Any, layout: KVLayout, is_one_type: bool = True, kv_cache_sf: Any = None, backend: Any = "auto"
+    ) -> PagedKV:
         """Of either signature; the one plane of a 5-D tensor [num_pages, 1, ...] is keys and values."""
-        tensors = cache_tensors(kv_cache)
+        tensors = tuple(as_bytes(tensor) for tensor in cache_tensors(kv_cache))
         for tensor in tensors:
             if check_tensor(tensor, "kv_cache").dim() != 6 - len(tensors):
                 raise ValidationError(
@@ -56,7 +60,12 @@ class PagedKV(NamedTuple):
             check_shape(values, "kv_cache: values", {"num_pages": None, **page, "head_dim": None})
         token, head = (-3, -2) if layout is KVLayout.NHD else (-2, -3)
         page_size = check_positive(keys.shape[token], "kv_cache: page_size")
-        return cls(tensors, page_size, keys.shape[head], keys.shape[-1], values.shape[-1])
+        qk, vo = (tensor.shape[-1] * numbers_in_byte(tensor) for tensor in (keys, values))
+        parts = cls(tensors, page_size, keys.shape[head], qk, vo)
+        if kv_cache_sf is None:
+            return parts
+        check_order(backend)
+        return parts._replace(scales=scaled(parts.caller, kv_cache_sf, page_size)[1])
 
     @property
     def caller(self) -> PagedCache:

@@ -7,8 +7,6 @@ They add exp(logit) to the denominators of their KV head's queries, and nothing 
 attention over the other keys is multiplied by the part of the denominator that these have, in float32.
 """
 
-# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
-
 from __future__ import annotations
 
 import inspect
@@ -23,7 +21,7 @@ from quire.calls.decode import TableCall
 from quire.calls.tables import Output, PagedKV, Scale
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
-from quire.engine.options import foreign
+from quire.engine.nvfp4 import scaled
 from quire.engine.plan_cache import replayed
 from quire.engine.tensors import LATENT_DIM, LN2, latent_parts
 from quire.errors import ValidationError
@@ -34,7 +32,6 @@ __all__ = ["xqa", "xqa_mla"]
 
 
 @replayed
-@foreign(refused="k_sf_cache v_sf_cache")
 def xqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor,
     output: torch.Tensor | None = None, workspace_buffer: torch.Tensor | None = None,
@@ -73,8 +70,11 @@ def xqa(
     Optional: workspace_buffer is used for partial results if given, and need not be zeroed; semaphores (uint32) and
     sm_count are checked but not needed. By position, sm_count may come in place of kv_layout, as in older versions.
 
+    k_sf_cache, v_sf_cache: the scales of a cache of 4 bits (NVFP4), whose rows are uint8 [head_dim / 2]: float8_e4m3fn
+    in the shape and order of the caches, with head_dim / 16 as the last dimension. kv_scale is their global scale.
+
     Returns `output`, or a new tensor of q's shape. Raises ValidationError naming the argument, or UnsupportedError with
-    each kernel's reason. k_sf_cache and v_sf_cache (4-bit caches) are refused.
+    each kernel's reason.
 
     >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     >>> k_cache, v_cache = torch.randn(2, 6, 16, 2, 64, dtype=torch.bfloat16)
@@ -87,6 +87,7 @@ def xqa(
     if head_dim is not None and check_positive(head_dim, "head_dim") != rows.shape[-1]:
         raise ValidationError(f"head_dim: expected {rows.shape[-1]}, q's last dimension, got {head_dim}.")
     cache = _cache(k_cache, v_cache, page_size, num_kv_heads, layout)
+    cache = cache._replace(scales=_scales(k_sf_cache, v_sf_cache, cache, layout))
     workspace, most = _workspace(workspace_buffer, semaphores, q.device), _most_tokens(page_table, cache.page_size)
     q_factor, kv_factor = (
         Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
@@ -262,6 +263,16 @@ def _cache(k_cache: Any, v_cache: Any, page_size: Any, num_kv_heads: Any, layout
         if value is not None and check_positive(value, name) != actual:
             raise ValidationError(f"{name}: expected {actual}, as k_cache {list(k_cache.shape)} has it, got {value}.")
     return cache
+
+
+def _scales(k_sf_cache: Any, v_sf_cache: Any, cache: PagedKV, layout: KVLayout) -> tuple[torch.Tensor, ...]:
+    if (k_sf_cache is None) != (v_sf_cache is None):
+        raise ValidationError("k_sf_cache: expected it and v_sf_cache, or neither, got one of them.")
+    if k_sf_cache is None:
+        return ()
+    named = ((k_sf_cache, "k_sf_cache"), (v_sf_cache, "v_sf_cache"))
+    pages = [_pages(scales, name, cache.page_size, cache.num_kv_heads, layout) for scales, name in named]
+    return scaled(cache.caller, (pages[0], pages[1]), cache.page_size)[1]
 
 
 def _pages(cache: Any, name: str, page_size: Any, num_kv_heads: Any, layout: KVLayout) -> torch.Tensor:

@@ -30,7 +30,7 @@ from quire.cli.parser import USAGE, Parser
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.stores import prebuilt_stores, user_store
 from quire.kernels import KERNELS
-from quire.kernels.features import DTYPES
+from quire.kernels.features import DTYPES, KV_DTYPES
 
 __all__ = ["INTERRUPTED", "main", "new_parser", "run"]
 
@@ -156,7 +156,7 @@ def _values(action: argparse.Action) -> list[str]:
     listed: dict[str, Callable[[], list[str]]] = {
         "slug": _slugs, "slugs": _slugs, "backends": lambda: [kernel.backend for kernel in KERNELS],
         "preset": lambda: list(PRESETS), "dtypes": lambda: [d.slug for d in DTYPES],
-        "kv_dtypes": lambda: [d.slug for d in DTYPES],
+        "kv_dtypes": lambda: [d.slug for d in KV_DTYPES],
     }  # fmt: skip
     return listed[action.dest]() if action.dest in listed else []
 

@@ -37,7 +37,7 @@ from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.features import dtype_of, read_mask
+from quire.kernels.features import NVFP4, dtype_of, kv_dtype_of, read_mask
 from quire.kernels.hopper import PodKey
 from quire.kernels.operation import OPERATIONS, OperationKey
 
@@ -79,6 +79,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "speculative": {"masks": ("causal", "tree", "tree+window"), "page_sizes": (16,)},
     "positions": {"masks": ("none+alibi", "causal+alibi", "none+rope", "causal+rope"), "page_sizes": (16,)},
     "fp8": {"head_dims": ((64, 64), (128, 128)), "kv_dtypes": ("e4m3",), "page_sizes": (16,)},
+    "nvfp4": {"head_dims": ((64, 64), (128, 128)), "kv_dtypes": ("nvfp4",), "page_sizes": (16,)},
 }
 
 
@@ -88,7 +89,7 @@ def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], Atten
     for (qk, vo), page_size, dtype, mask, variant in options:
         q, features = dtype_of(dtype, "dtype"), read_mask(mask)
         for kv_dtype in s.kv_dtypes or (dtype,):
-            kv = dtype_of(kv_dtype, "kv_dtype")
+            kv = kv_dtype_of(kv_dtype, "kv_dtype")
             values = {
                 "head_dims": (qk, vo), "page_sizes": page_size, "dtypes": dtype, "masks": mask, "kv_dtypes": kv_dtype,
                 "targets": target, "variants": variant,
@@ -119,13 +120,17 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
         yield OperationKey("schedule_lengths", target).spec()
     target = without_matrix_unit(target)
     yield OperationKey("packbits", target).spec()
+    cached = [kv_dtype_of(name, "kv_dtype") for name in kv_dtypes]
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
         for name in ("merge", "merge_pair", "rope", "rope_append", "rope_norm_append", "rope_pages", "page_scores"):
             yield from (key.spec() for key in OperationKey(name, target, dtype.slug).family())
-        if dtype.bits == 16 and any(dtype_of(name, "kv_dtype").bits == 8 for name in kv_dtypes):
+        if dtype.bits == 16 and any(kv.bits <= 8 for kv in cached):
             yield from (key.spec() for key in OperationKey("widen", target, dtype.slug).family())
-    for dtype in (dtype_of(name, "dtype") for name in (*dtypes, *kv_dtypes)):
-        yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
+        if NVFP4 in cached:
+            yield from (key.spec() for key in OperationKey("append_nvfp4", target, dtype.slug).family())
+    for dtype in (*(dtype_of(name, "dtype") for name in dtypes), *cached):
+        if dtype is not NVFP4:
+            yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
 
 
 class _Answers:

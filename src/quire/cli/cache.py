@@ -54,7 +54,8 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("--head-dim", type=parser.head_dims, dest="head_dims", help="128 or 192x128 (default 128)")
     warmup.add_argument("--page-size", type=parser.page_sizes, dest="page_sizes", help="or ragged (default 16,ragged)")
     warmup.add_argument("--dtype", type=parser.dtypes, dest="dtypes", help=f"of {types} (default bf16)")
-    warmup.add_argument("--kv-dtype", type=parser.dtypes, dest="kv_dtypes", help="of the cache (default: as --dtype)")
+    kv_types = "of the cache, or nvfp4 (default: as --dtype)"
+    warmup.add_argument("--kv-dtype", type=parser.kv_dtypes, dest="kv_dtypes", help=kv_types)
     warmup.add_argument("--mask", type=parser.masks, dest="masks", help=mask_words())
     warmup.add_argument(
         "--variant", type=parser.checked(_variant), action="append", dest="variants", metavar="MODULE:NAME",

@@ -24,7 +24,7 @@ from quire.jit.stores import prebuilt_stores, user_store
 from quire.jit.toolchain import for_target
 from quire.kernels import KERNELS, AttentionKernel, AttentionProblem, decide
 from quire.kernels.attention import MLA_DIMS
-from quire.kernels.features import dtype_of, read_mask
+from quire.kernels.features import dtype_of, kv_dtype_of, read_mask
 
 #: GPUs and processors on which variants were compared with the oracle. Variants of other targets are only compiled.
 RAN_ON = {
@@ -37,7 +37,9 @@ RAN_ON = {
 _ON_ARM = "tested under an emulator; no Arm machine has run it"
 _GPUS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a")
 _TARGETS = (*_GPUS, "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
-_TYPES = (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"))
+_TYPES = (
+    ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"), ("bf16", "nvfp4"),
+)  # fmt: skip
 
 
 def add_commands(commands: Any) -> None:
@@ -71,7 +73,7 @@ def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, page_size: int, mask: str) -> str | None:
-    number, cached, (qk, vo) = dtype_of(q, "dtype"), dtype_of(kv, "kv_dtype"), dims
+    number, cached, (qk, vo) = dtype_of(q, "dtype"), kv_dtype_of(kv, "kv_dtype"), dims
     problem = AttentionProblem(
         target, number, cached, number, qk, vo, page_size, **read_mask(mask), rows=1, is_mla=dims == MLA_DIMS
     )
@@ -231,7 +233,7 @@ def is_supported(
     """Whether any kernel accepts such a call, and which; nothing is compiled, and no compiler or GPU is needed.
 
     head_dim: of queries and keys; head_dim_vo: of values (the same by default). 576 and 512 are the latents of MLA.
-    dtype, kv_dtype: torch dtypes or their names; kv_dtype is that of the cache (default: dtype).
+    dtype, kv_dtype: torch dtypes or their names; kv_dtype is that of the cache (default: dtype), or "nvfp4".
     page_size: tokens of a page; 0: ragged.
     mask: as on the command line: "none", "causal", "custom" or "tree", optionally followed by "+window" and
         "+cap".
@@ -246,7 +248,7 @@ def is_supported(
     pad with zeros to 64 and pass sm_scale=0.1291
     """
     q = dtype_of(dtype, "dtype")
-    kv = q if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
+    kv = q if kv_dtype is None else kv_dtype_of(kv_dtype, "kv_dtype")
     dims = _whole(head_dim, "head_dim"), _whole(head_dim if head_dim_vo is None else head_dim_vo, "head_dim_vo")
     if target is not None and not isinstance(target, str):
         raise ValidationError(f"target: expected the name of a GPU or CPU, such as 'sm90a', or None, got {target!r}.")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from quire.errors import QuireError
 from quire.jit import config
 from quire.jit.toolchain import CUDA_TARGETS
-from quire.kernels.features import DTYPES, MASK_FEATURES, read_mask
+from quire.kernels.features import DTYPES, KV_DTYPES, MASK_FEATURES, DType, read_mask
 
 _T = TypeVar("_T")
 
@@ -82,10 +82,15 @@ def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def dtypes(text: str) -> tuple[str, ...]:
+def dtypes(text: str, known: tuple[DType, ...] = DTYPES) -> tuple[str, ...]:
     """Number types by their names in slugs; torch's names are accepted, too."""
-    slugs = {name: d.slug for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
-    return tuple(slugs.get(word) or words([d.slug for d in DTYPES])(word)[0] for word in split(text))
+    slugs = {name: d.slug for d in known for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
+    return tuple(slugs.get(word) or words([d.slug for d in known])(word)[0] for word in split(text))
+
+
+def kv_dtypes(text: str) -> tuple[str, ...]:
+    """Number types of keys and values."""
+    return dtypes(text, KV_DTYPES)
 
 
 def masks(text: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.jit import Spec, host_target, without_matrix_unit
 from quire.kernels import AttentionProblem, decide, kernel_of, same_rows, variants_for_all_lengths
 from quire.kernels.attention import MLA_DIMS, AttentionKey
-from quire.kernels.features import DType, MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.features import NVFP4, DType, MaskMode, PosEncodingMode, dtype_of, kv_dtype_of
 from quire.kernels.operation import OperationKey
 
 _LARGEST_CONFIG = 1 << 24  #: bytes
@@ -106,7 +106,7 @@ def _options(words: list[str]) -> dict[str, Any]:
         elif name in _NUMBERS and value.isascii() and value.isdigit() and int(value):
             options[name] = int(value)
         elif name in _TYPES and value:
-            options[name] = dtype_of(value, name).slug
+            options[name] = (kv_dtype_of if name == "kv" else dtype_of)(value, name).slug
         else:
             spelled = ", ".join((*(f"{n}=N" for n in _NUMBERS), *(f"{n}=TYPE" for n in _TYPES), *_FLAGS))
             raise ValidationError(f"config: expected options such as {spelled}; got {word!r}.")
@@ -235,7 +235,7 @@ def needs(model: Serving, target: str) -> Needs:
 
 def _problems(model: Serving, target: str) -> Iterator[tuple[str, AttentionProblem, bool]]:
     """(what for, problem, whether its number of rows depends on lengths)."""
-    q, kv = dtype_of(model.dtype, "dtype"), dtype_of(model.kv_dtype, "kv_dtype")
+    q, kv = dtype_of(model.dtype, "dtype"), kv_dtype_of(model.kv_dtype, "kv_dtype")
     for layer in model.layers:
         whole = _problem(layer, target, q, kv, model.page_size)
         ragged = replace(whole, page_size=0, kv=q)
@@ -243,7 +243,7 @@ def _problems(model: Serving, target: str) -> Iterator[tuple[str, AttentionProbl
             yield "prefill", ragged, True
             continue
         yield "prefill", whole, True
-        if kv.bits == 8 and target == "sm90a" and not layer.window:  # long prompts may attend to widened keys
+        if kv.bits <= 8 and target == "sm90a" and not layer.window:  # long prompts may attend to widened keys
             yield "prefill over widened keys", replace(whole, kv=q), False
         if model.ragged:
             yield "ragged prefill", ragged, True
@@ -282,9 +282,10 @@ def _operations(model: Serving, target: str) -> Iterator[OperationKey]:
     if model.graph and target.startswith("sm"):
         yield OperationKey("schedule_lengths", target)
     if any(layer.causal for layer in model.layers):
-        bits = dtype_of(model.kv_dtype, "kv_dtype").bits
-        yield from OperationKey("append", target, f"u{bits}").family()
-        if bits == 8 and target == "sm90a":
+        kv = kv_dtype_of(model.kv_dtype, "kv_dtype")
+        append = ("append_nvfp4", target, model.dtype) if kv is NVFP4 else ("append", target, f"u{kv.bits}")
+        yield from OperationKey(*append).family()
+        if kv.bits <= 8 and target == "sm90a":
             yield from OperationKey("widen", target, model.dtype).family()
     if model.cascade:
         for name in ("merge", "merge_pair"):

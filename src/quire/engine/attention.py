@@ -64,7 +64,7 @@ class Attention(PlannedRun):
         self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
-        if graph is None and (rotates or options.types.kv.bits == 8):
+        if graph is None and (rotates or options.types.kv.bits <= 8):
             self._prologue, note = self._choose_prologue(spec, rope_prologue if rotates else upcast)
         try:
             self.spec = spec if spec.custom_mask is None else self._packed(spec)

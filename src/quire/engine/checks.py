@@ -326,7 +326,6 @@ def _number(value: Any, name: str) -> float:
 
 #: Why arguments of the surface have no use here.
 _REASONS = {
-    "caches of 4 bits are not read": ("kv_cache_sf", "k_sf_cache", "v_sf_cache"),
     "results are in 16 or 32 bits": ("o_scale", "o_sf_scale", "o_sf_vec_size"),
     "kernels keep no profile; torch.profiler shows each launch": ("use_profiler", "profiler_buffer"),
     "each key that a query sees counts": ("uses_spcompress",),

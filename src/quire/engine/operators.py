@@ -24,6 +24,7 @@ from torch.compiler import is_dynamo_compiling
 
 from quire.engine.attention import planned
 from quire.engine.launch import recorded
+from quire.engine.nvfp4 import numbers_in_byte
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import PLAIN, RunOptions
 from quire.engine.tensors import PagedCache, cache_tensors
@@ -137,7 +138,7 @@ def new_results(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The tensors that a traced call writes, `out` and `lse` where they are given."""
     if out is None:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1] * numbers_in_byte(v)), dtype=dtype)
     if lse is None and return_lse:
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return out, lse

@@ -31,7 +31,7 @@ from quire.engine.checks import (
 )
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.features import TILE_DIMS, DType, PosEncodingMode, dtype_of
+from quire.kernels.features import SCALED_NUMBERS, TILE_DIMS, DType, PosEncodingMode, dtype_of, kv_dtype_of
 
 _Returned = TypeVar("_Returned")
 USUAL_ROPE = {"rope_scale": 1.0, "rope_theta": 1e4}  #: where None is given; a call that rotates nothing may say so
@@ -91,7 +91,7 @@ class Types(NamedTuple):
     ) -> Types:
         """From any spelling; kv and o default to q's, o to fp16 if q has 8 bits. names: of the caller's arguments."""
         q_type = dtype_of(q, names[0])
-        kv_type = q_type if kv is None else dtype_of(kv, names[1])
+        kv_type = q_type if kv is None else kv_dtype_of(kv, names[1])
         o_type = None if o is None else dtype_of(o, names[2])
         if q_type.bits > 8:
             return cls(q_type, kv_type, o_type or q_type)
@@ -165,6 +165,16 @@ class PlanOptions(NamedTuple):
     def num_tile_scales(self) -> int:
         """With tile_scales: scales of a latent."""
         return self.head_dim_vo // TILE_DIMS
+
+    @property
+    def num_k_scales(self) -> int:
+        """Of keys of 4 bits: scales of a key."""
+        return self.head_dim_qk // SCALED_NUMBERS
+
+    @property
+    def num_v_scales(self) -> int:
+        """Of values of 4 bits: scales of a value."""
+        return self.head_dim_vo // SCALED_NUMBERS
 
 
 def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,9 +44,11 @@ class Prologue(ABC):
         self.end, self.largest_page = end, largest_page
 
     @abstractmethod
-    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, /) -> dict[str, View]:
-        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]. Returns the
-        tensors that the kernel is given instead.
+    def bind(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, views: Mapping[str, View], /
+    ) -> dict[str, View]:
+        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]; `views` has
+        those of all operands. Returns the tensors that the kernel is given instead.
         """
 
     @abstractmethod
@@ -197,7 +200,9 @@ class RopePrologue(Prologue):
         note = f"queries are rotated into the output, keys into {num_bytes} bytes of the workspace, ahead of the kernel"
         return cls(batch, indices, options, *parts), note
 
-    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> dict[str, View]:
+    def bind(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _views: Mapping[str, View]
+    ) -> dict[str, View]:
         positions, pages = self._arrays, self.indices.kv_indices
         self._queries = Rotation("rope", [Heads(q, None, out, None)], self._angles(positions["q"]))
         angles = self._angles(positions["kv"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from quire.engine.checks import check_flags, check_output, check_shape, check_te
 from quire.engine.device import allocator
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
 from quire.engine.launch import NO_EXTRAS, AttentionPlan, EncodedMaps, Extras, recorded
+from quire.engine.nvfp4 import OPERANDS, check_others, check_scales_fit
 from quire.engine.operands import addresses_of, check_names, unexpected, write_operands
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS, index_limits
@@ -26,12 +27,13 @@ from quire.engine.tensors import (
     check_floats,
     pointers_of,
     ragged_view,
+    to_base_e,
     view_of,
 )
 from quire.engine.upcast import has_scales_of_heads, run_scaled, run_upcast
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision
-from quire.kernels.features import DType, KVLayout
+from quire.kernels.features import NVFP4, DType, KVLayout
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 
@@ -286,10 +288,14 @@ class PlannedRun:
         """Check everything about the tensors but their addresses, and write shapes and strides into the plan."""
         q, kv = tensors[0], tuple(tensors[1 : 1 + num_cache_tensors])
         out, *others = tensors[1 + num_cache_tensors :]
-        paged, operands = self._plan_options.page_size > 0, self.decision.tensors
+        paged, operands, kv_type = self._plan_options.page_size > 0, self.decision.tensors, self._plan_options.types.kv
+        if kv_type is NVFP4:
+            operands = OPERANDS  # also where the kernel is given widened ones
+        check_others(kv_type, operands, len(others))
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
         views, expected = {operands[1].name: view_of(k), operands[2].name: view_of(v)}, self._expected()
-        names = {"o": "out"} | ({"k": "paged_kv_cache (keys)", "v": "paged_kv_cache (values)"} if paged else {})
+        names = {"o": "out", "k_sf": "kv_cache_sf (keys)", "v_sf": "kv_cache_sf (values)"}
+        names |= {"k": "paged_kv_cache (keys)", "v": "paged_kv_cache (values)"} if paged else {}
         all_tensors = (q, k, v, out, *others)
         given = {
             operand.name: (tensor, names.get(operand.name, operand.name))
@@ -301,8 +307,10 @@ class PlannedRun:
                 view = views.get(operand.name) or expected.view(operand, tensor, name)
                 expected.check(operand, tensor, name, view, nnz_qo)
                 views[operand.name] = view
+        if kv_type is NVFP4:
+            check_scales_fit(views, operands)
         if self._prologue is not None:
-            views |= self._prologue.bind(q, k, v, out)
+            views |= self._prologue.bind(q, k, v, out, views)
         self._plan.set_signature(views)
         self._v_offset = v.data_ptr() - k.data_ptr()
         if 0 in pointers or any(tensor.requires_grad for tensor in tensors):  # right this time: to be checked again
@@ -349,3 +357,24 @@ class PlannedRun:
         check_floats(check_tensor(sinks, "sinks"), "sinks", self._device)
         check_shape(sinks.view(-1), "sinks", {"num_qo_heads": self._plan_options.num_qo_heads})
         return sinks
+
+
+def converted(run: Callable[..., Any], lse: torch.Tensor | None, return_lse: bool, base: Any, layout: Any) -> Any:
+    """run(lse=, return_lse=), which returns or writes an lse [rows, heads] in base 2, with the lse converted.
+
+    base: "log2" or "ln". layout: "NH", or "HN" for a contiguous lse [heads, rows].
+    """
+    for name, value, words in (("lse_base", base, ("log2", "ln")), ("lse_layout", layout, ("NH", "HN"))):
+        if value not in words:
+            raise ValidationError(f"{name}: expected {words[0]!r} or {words[1]!r}, got {value!r}.")
+    if lse is None and not return_lse:
+        return run(lse=None, return_lse=False)
+    o, found = run(lse=lse if layout == "NH" else None, return_lse=True)
+    if base == "ln":
+        to_base_e(found)
+    if layout == "HN":
+        found = found.t()
+        if lse is not None:
+            check_shape(check_output(lse, "lse"), "lse", {"num_qo_heads": found.shape[0], "nnz_qo": found.shape[1]})
+        found = found.contiguous() if lse is None else lse.copy_(found)
+    return (o, found) if return_lse else o

@@ -364,3 +364,17 @@ def index_table(tensor: torch.Tensor, name: str, length: int | None, device: tor
     check_shape(tensor, name, {"length": length})
     check_same_device(tensor, name, device)
     return to_int32(tensor, name).contiguous()
+
+
+def check_tables(
+    batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
+) -> None:
+    """Check the tables that are on the host, before anything is written."""
+    check_offsets(kv_indptr, "kv_indptr")
+    used = int(kv_indptr[-1])
+    if used > kv_indices.shape[0]:
+        raise ValidationError(
+            f"kv_indices: expected at least kv_indptr[-1]={used} page numbers, got {kv_indices.shape[0]}."
+        )
+    check_range(kv_indices[:used], "kv_indices", 0, num_pages - 1, f"page numbers below num_pages={num_pages}")
+    check_range(batch_indices, "batch_indices", -(2**31), batch - 1, f"requests below batch_size={batch}")

@@ -17,15 +17,16 @@ from quire.engine.checks import (
     check_contiguous_last,
     check_dtype,
     check_output,
+    check_positive,
     check_same_device,
-    check_shape,
     check_tensor,
 )
 from quire.engine.device import on_cuda
 from quire.engine.options import PlanOptions
+from quire.engine.schedule import check_count
 from quire.errors import ValidationError
 from quire.kernels import Decision
-from quire.kernels.features import TILE_DIMS, DType, KVLayout, Operand, View
+from quire.kernels.features import NVFP4, TILE_DIMS, KVLayout, Operand, View
 
 LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
 #: Bytes of FlashMLA's row of a token: 512 e4m3 numbers, a float32 scale for each 128 of them, 64 bfloat16 numbers.
@@ -136,6 +137,23 @@ def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) ->
     if tensor.dim() != 4:
         raise _wrong_shape(name, "num_pages", layout, tensor)
     return _tokens_first(tensor, layout)
+
+
+def cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache to write to: the kernel finds both by one page number and one head."""
+    k, v = cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
+    if k.shape[:3] != v.shape[:3] or k.dtype is not v.dtype:
+        raise ValidationError(
+            f"paged_kv_cache: expected as many pages, tokens a page and heads of values as of keys, of one dtype; got "
+            f"{list(k.shape[:3])} {k.dtype} of keys and {list(v.shape[:3])} {v.dtype} of values."
+        )
+    for view in (k, v):
+        for size, name in zip(view.shape[1:], ("page_size", "num_kv_heads", "head_dim"), strict=True):
+            check_positive(size, f"paged_kv_cache: {name}")
+        check_count(view.shape[2] * view.shape[3], "paged_kv_cache", "numbers of a token (num_kv_heads times head_dim)")
+        check_contiguous_last(check_output(view, "paged_kv_cache"), "paged_kv_cache")
+        check_same_device(view, "paged_kv_cache", k.device)
+    return k, v
 
 
 def _wrong_shape(name: str, pages: str, layout: KVLayout, tensor: torch.Tensor) -> ValidationError:
@@ -370,7 +388,9 @@ class Expected(NamedTuple):
         check_same_device(tensor, name, self.device)
         if len(operand.strides) < len(operand.dims):
             check_contiguous_last(tensor, name)
-        self._check_alignment(view, name, dtype)
+        self._check_alignment(
+            view, name, math.gcd(16, view.sizes[-1]) if operand.type == "e4m3" else 16, tensor.itemsize
+        )
         self._check_reach(span_bytes(view.sizes, view.strides, tensor.dtype), name, operand.name)
 
     def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
@@ -378,22 +398,25 @@ class Expected(NamedTuple):
         page_size = options.page_size * options.cache_page or None
         known = {"nnz_qo": nnz_qo, "num_pages": None, "nnz_prefix": None, "page_size": page_size}
         wanted = [known[dim] if dim in known else getattr(options, dim) for dim in operand.dims]
+        names = list(operand.dims)
+        if operand.type == "kv" and options.types.kv is NVFP4:  # two numbers a byte
+            wanted[-1], names[-1] = getattr(options, names[-1]) // 2, f"{names[-1]} / 2"
         if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
             return
-        dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(operand.dims, wanted, strict=True)]
+        dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(names, wanted, strict=True)]
         if dims[0] == "num_pages" and not options.page_size:
             dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
         layout = _LAYOUT_HINTS[self.layout] if operand.type == "kv" else ""
         raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.")
 
-    def _check_alignment(self, view: View, name: str, dtype: DType) -> None:
-        """GPU kernels load 16 bytes at a time."""
+    def _check_alignment(self, view: View, name: str, num_bytes: int, itemsize: int) -> None:
+        """GPU kernels load 16 bytes at a time, of scales as many as a row of them has."""
         if not on_cuda(self.device):
             return
-        step = 128 // dtype.bits
-        if view.pointer % 16 or any(stride % step for stride in view.strides if stride != 1):
+        step = max(1, num_bytes // itemsize)
+        if view.pointer % num_bytes or any(stride % step for stride in view.strides if stride != 1):
             raise ValidationError(
-                f"{name}: expected a 16-byte aligned tensor whose strides are multiples of {step} elements, "
+                f"{name}: expected a {num_bytes}-byte aligned tensor whose strides are multiples of {step} elements, "
                 f"got address {view.pointer:#x} and strides {list(view.strides)}; call .contiguous() on it."
             )
 
@@ -423,24 +446,3 @@ LN2 = math.log(2)  #: an lse in base 2 times this is in base e
 def to_base_e(lse: torch.Tensor) -> torch.Tensor:
     """Converts an lse of base 2 to base e, in place."""
     return lse.mul_(LN2)
-
-
-def converted(run: Callable[..., Any], lse: torch.Tensor | None, return_lse: bool, base: Any, layout: Any) -> Any:
-    """run(lse=, return_lse=), which returns or writes an lse [rows, heads] in base 2, with the lse converted.
-
-    base: "log2" or "ln". layout: "NH", or "HN" for a contiguous lse [heads, rows].
-    """
-    for name, value, words in (("lse_base", base, ("log2", "ln")), ("lse_layout", layout, ("NH", "HN"))):
-        if value not in words:
-            raise ValidationError(f"{name}: expected {words[0]!r} or {words[1]!r}, got {value!r}.")
-    if lse is None and not return_lse:
-        return run(lse=None, return_lse=False)
-    o, found = run(lse=lse if layout == "NH" else None, return_lse=True)
-    if base == "ln":
-        to_base_e(found)
-    if layout == "HN":
-        found = found.t()
-        if lse is not None:
-            check_shape(check_output(lse, "lse"), "lse", {"num_qo_heads": found.shape[0], "nnz_qo": found.shape[1]})
-        found = found.contiguous() if lse is None else lse.copy_(found)
-    return (o, found) if return_lse else o

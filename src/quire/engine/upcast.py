@@ -1,5 +1,5 @@
-"""Upcasts to 16 bits: a prologue converts 8-bit keys and values of long prompts, and torch converts 8-bit queries
-unless the kernel reads them as they are.
+"""Upcasts to 16 bits: a prologue converts 8-bit and 4-bit keys and values of long prompts, and torch converts 8-bit
+queries unless the kernel reads them as they are.
 
 A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it
 is faster to write keys and values once in 16 bits and to read them again. The copies are in the workspace, page after
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ from quire.engine.schedule import Indices
 from quire.errors import ValidationError
 from quire.jit import get_module, is_obtainable, without_matrix_unit
 from quire.kernels import PIN, Decision
-from quire.kernels.features import MaskMode, PosEncodingMode, View
+from quire.kernels.features import NVFP4, MaskMode, PosEncodingMode, View
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import WidenParams
 
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
-#: of memory for each number, against the sixth by which such a kernel is slower over 8-bit keys.
+#: of memory for each number, against the sixth by which such a kernel is slower over 8-bit keys. No kernel with wgmma
+#: reads keys of 4 bits: those with mma.sync take twice the time.
 _LEAST_ROWS = 1400
+_LEAST_ROWS_OF_4_BITS = 512
 _BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
+_KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h
 
 
 def plain_options(options: PlanOptions) -> PlanOptions:
@@ -45,7 +48,7 @@ def plain_options(options: PlanOptions) -> PlanOptions:
 
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
-    """Of 8-bit keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys,
+    """Of narrow keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys,
     the caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
     """
     problem, types = decision.problem, options.types
@@ -53,8 +56,8 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
         types.q == types.o
         and types.q.bits == 16
         and not backend.startswith(PIN)
-        and decision.kernel.is_slower_over_8_bits
-        and problem.rows >= _LEAST_ROWS
+        and (decision.kernel.is_slower_over_8_bits or (types.kv is NVFP4 and problem.on_cuda))
+        and problem.rows >= _least_rows(options)
         and problem.mask in (MaskMode.NONE, MaskMode.CAUSAL)
         and options.page_size > 0
         and options.logits.window_left < 0
@@ -63,8 +66,16 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
 
 
 def is_faster(plain: Decision, decision: Decision) -> bool:
-    """Whether the same kernel takes the converted keys, and its variant is available or may be compiled."""
-    return plain.kernel is decision.kernel and is_obtainable(plain.spec) and is_obtainable(_key(decision).spec())
+    """Whether the kernel for the converted keys is the same, or of keys of 4 bits one that does not take these, and its
+    variant is available or may be compiled.
+    """
+    has_4_bits = decision.problem.kv is NVFP4
+    is_better = plain.kernel.scaled_params is None if has_4_bits else plain.kernel is decision.kernel
+    return is_better and is_obtainable(plain.spec) and is_obtainable(_key(decision).spec())
+
+
+def _least_rows(options: PlanOptions) -> int:
+    return _LEAST_ROWS_OF_4_BITS if options.types.kv is NVFP4 else _LEAST_ROWS
 
 
 def _key(decision: Decision) -> OperationKey:
@@ -93,15 +104,17 @@ class UpcastPrologue(Prologue):
             k_out=self._k.data_ptr(), v_out=self._v.data_ptr(),
             kv_indices=self._pages.data_ptr() + self._first * self._pages.element_size(), num_indices=count,
             page_size=options.page_size, num_kv_heads=options.num_kv_heads, head_dim_k=options.head_dim_qk,
-            head_dim_v=options.head_dim_vo, is_e5m2=options.types.kv.slug == "e5m2",
+            head_dim_v=options.head_dim_vo, kind=_KINDS.index(options.types.kv.slug),
         )  # fmt: skip
         self._key = _key(plain)
-        vectors = max(options.head_dim_qk, options.head_dim_vo) // _BYTES
+        vectors = max(options.head_dim_qk, options.head_dim_vo) * options.types.kv.bits // (8 * _BYTES)
         self._grid = row_grid(count * options.page_size, options.num_kv_heads * vectors)
 
-    def bind(self, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor) -> dict[str, View]:
-        for name, tensor in (("k", k), ("v", v)):
-            for dim, stride in zip(("page", "token", "head"), tensor.stride(), strict=False):
+    def bind(
+        self, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor, views: Mapping[str, View]
+    ) -> dict[str, View]:
+        for name in {"k", "v", "k_sf", "v_sf"} & {*views}:
+            for dim, stride in zip(("page", "token", "head"), views[name].strides, strict=False):
                 setattr(self._params, f"{name}_{dim}_stride", stride)
         self._params.num_pages = min(k.shape[0], v.shape[0], 2**31 - 1)  # page numbers have 32 bits
         return {"k": view_of(self._k), "v": view_of(self._v)}
@@ -110,6 +123,8 @@ class UpcastPrologue(Prologue):
         q, k, v, *others = pointers
         self._record_stream()
         self._params.k, self._params.v = k, v
+        if self._params.kind == _KINDS.index(NVFP4.slug):
+            *others, self._params.k_sf, self._params.v_sf = others
         module = get_module(self._key.spec())
         launch(module, ctypes.addressof(self._params), self._pages.device, grid=self._grid, block=PARALLEL_THREADS)
         return [q, self._k.data_ptr(), self._v.data_ptr(), *others]
@@ -126,7 +141,7 @@ def fit_workspace(
     first, count = _pages(indices)
     if first < 0 or count <= 0 or indices.kv_indices is None or indices.kv_indices.shape[0] < first + count:
         return None, ""
-    if _rows_of_a_key(indices, options) < _LEAST_ROWS:
+    if _rows_of_a_key(indices, options) < _least_rows(options):
         return None, ""
     token_bytes = options.num_kv_heads * (options.head_dim_qk + options.head_dim_vo) * options.types.q.bits // 8
     parts, num_bytes = set_aside(workspace, count * options.page_size * token_bytes)

@@ -20,10 +20,13 @@ from quire.engine.checks import check_flags, check_same_device, check_tensor, la
 from quire.engine.device import ALIGNMENT, UserWorkspace
 from quire.engine.graph import GraphState, graph_state
 from quire.engine.inspection import Explanation
+from quire.engine.nvfp4 import check_order, scaled
 from quire.engine.operators import TracedRun, handle_of, is_tracing
 from quire.engine.options import logits_options, split_size
+from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
+from quire.engine.tensors import PagedCache
 from quire.errors import PlanError, UnsupportedError
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout, MaskMode
@@ -42,6 +45,7 @@ class RunKeywords(TypedDict, total=False):
     enable_pdl: bool | None
     window_left: int | None
     sinks: torch.Tensor | None
+    kv_cache_sf: Any
 
 
 class PrefillKeywords(RunKeywords, total=False):
@@ -329,6 +333,12 @@ class AttentionWrapper(EngineAttributes):
     def _runner(self) -> Attention | TracedRun:
         """What run() calls: the plan or, while torch traces, an operator."""
         return TracedRun(self) if is_tracing() else self._attention or planned(None)
+
+    def _scaled(self, kv: Any, kv_cache_sf: Any, options: RunOptions) -> tuple[PagedCache, RunOptions]:
+        """A cache of 4 bits and the options of run(), with its scales."""
+        check_order(self._backend)
+        kv, scales = scaled(kv, kv_cache_sf, planned(self._attention).spec.options.page_size)
+        return kv, options._replace(others=scales)
 
     def set_plan(self, spec: AttentionSpec) -> None:
         """Plan what plan() was asked for; for spec_of(), only note it."""

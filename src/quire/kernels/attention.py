@@ -17,7 +17,10 @@ from quire.kernels.expressions.cxx import operands_struct, render
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
     ATTENTION_OPERANDS,
+    NVFP4,
     PREFIX_OPERANDS,
+    SCALED_NUMBERS,
+    SCALED_OPERANDS,
     Feature,
     Features,
     MaskMode,
@@ -164,6 +167,8 @@ class AttentionKernel:
     has_expression_blocks: bool = False  #: skips KV tiles that the mask of a custom variant hides
     #: `params` with PREFIX_OPERANDS; None: keys of shared levels must be in the cache
     prefix_params: type[ctypes.Structure] | None = None
+    #: `params` with the scales of SCALED_OPERANDS; None: it takes no keys and values of 4 bits
+    scaled_params: type[ctypes.Structure] | None = None
     has_cascades: bool = False  #: merges partial results across the levels of a cascade
     has_gaps: bool = False  #: with pages of one token, masks page numbers beyond params.num_pages
     notes_times: bool = False  #: has timed variants (tile/shared/stamps.h)
@@ -185,9 +190,12 @@ class AttentionKernel:
         return tuple(blocks)
 
     def _operand_blocks(self, key: AttentionKey) -> tuple[tuple[Operand, ...], ...]:
-        return blocks_of((*self.operands, *(PREFIX_OPERANDS if key.prefix else ())))
+        operands = SCALED_OPERANDS if key.kv is NVFP4 else self.operands
+        return blocks_of((*operands, *(PREFIX_OPERANDS if key.prefix else ())))
 
     def _own_params(self, key: AttentionKey) -> type[ctypes.Structure]:
+        if key.kv is NVFP4 and self.scaled_params is not None:
+            return self.scaled_params
         return self.params if self.prefix_params is None or not key.prefix else self.prefix_params
 
     @property
@@ -228,10 +236,26 @@ class AttentionKernel:
             return "it does not note when it computes what"
         if problem.timed and problem.variant is not None:
             return "custom variants cannot be timed"
+        if problem.kv is NVFP4:
+            return self._lacks_4_bits(problem)
         if problem.tile_scales and all(operand.scales is None for operand in self.operands):
             return "it takes no latents with scales, which rows of 656 bytes have"
         if problem.max_logits and not self.is_mla:
             return "it does not return the maximum of logits"
+        return None
+
+    def _lacks_4_bits(self, problem: AttentionProblem) -> str | None:
+        if self.scaled_params is None:
+            return "it takes no keys and values of 4 bits (NVFP4)"
+        if problem.prefix:
+            return "shared keys in tensors of their own have 8 or 16 bits"
+        multiple = 4 * SCALED_NUMBERS if problem.on_cuda else SCALED_NUMBERS
+        for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+            if dim % multiple or (problem.on_cuda and dim > 256):
+                most = " up to 256" if problem.on_cuda else ""
+                return f"{name}={dim}: expected a multiple of {multiple}{most} for keys and values of 4 bits"
+        if problem.on_cuda and problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
+            return "keys of 4 bits are not rotated in a kernel: rotate them before they are quantised"
         return None
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
@@ -369,7 +393,7 @@ def number_types_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool) -> s
         return "target sm75 has no asynchronous copies"
     if problem.q.slug not in ("fp16", "bf16"):
         return f"q dtype {problem.q} is not fp16 or bf16"
-    if problem.kv != problem.q and not (takes_8_bit_kv and problem.kv.bits == 8):
+    if problem.kv != problem.q and not (takes_8_bit_kv and problem.kv.bits <= 8):
         others = "; only 8-bit keys and values may" if takes_8_bit_kv else ""
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
     if problem.o != problem.q:

@@ -56,6 +56,12 @@ DTYPES: tuple[DType, ...] = (
     DType("float8_e4m3fn", "e4m3_t", "e4m3", 8, "u8"),
     DType("float8_e5m2", "e5m2_t", "e5m2", 8, "u8"),
 )
+#: Numbers of 4 bits (E2M1), two a byte of the tensor, with a scale in e4m3 for each SCALED_NUMBERS of a row. Only keys
+#: and values have them.
+NVFP4 = DType("uint8", "e2m1x2_t", "nvfp4", 4, "u8")
+KV_DTYPES = (*DTYPES, NVFP4)
+#: Neighbouring numbers of a row that have one scale: kScaledNumbers in core/types.h.
+SCALED_NUMBERS = 16
 _BY_NAME = {name: d for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
 _BY_NAME |= {"half": _BY_NAME["fp16"], "float": _BY_NAME["fp32"]}
 
@@ -67,10 +73,18 @@ def dtype_of(value: Any, name: str) -> DType:
     found = _BY_NAME.get(str(value))
     if found is None:
         known = ", ".join(d.torch_name for d in DTYPES)
-        is_type = str(value).startswith("torch.")  # of numbers that no kernel reads, such as those of 4 bits
+        is_type = str(value).startswith("torch.")  # of numbers that no kernel reads
         kind = UnsupportedArgumentError if is_type else ValidationError
         raise kind(f"{name}: expected one of {known}, got {value!r}.")
     return found
+
+
+_NVFP4_NAMES = {"nvfp4", *(f"{torch}{name}" for torch in ("", "torch.") for name in ("uint8", "float4_e2m1fn_x2"))}
+
+
+def kv_dtype_of(value: Any, name: str) -> DType:
+    """dtype_of() keys and values, which may be NVFP4: "nvfp4", or the torch dtypes of its bytes."""
+    return NVFP4 if str(value) in _NVFP4_NAMES else dtype_of(value, name)
 
 
 class MaskMode(IntEnum):
@@ -180,8 +194,10 @@ class ExpressionFeature(Feature):
         return self.word(value) or "none"
 
 
-def _number_type(alias: str, planned: Callable[[Any], DType], separator: str = "-") -> Feature:
-    types = {dtype.slug: dtype for dtype in DTYPES}
+def _number_type(
+    alias: str, planned: Callable[[Any], DType], separator: str = "-", dtypes: tuple[DType, ...] = DTYPES
+) -> Feature:
+    types = {dtype.slug: dtype for dtype in dtypes}
     return Feature({alias: lambda dtype: dtype.cxx}, types, separator=separator, planned=planned)
 
 
@@ -218,7 +234,7 @@ class Features:
 
     target: str  #: the compilation target: "sm90a", "x86-64-v4", ...
     q: Annotated[DType, _number_type("Q", lambda options: options.types.q, ".")]
-    kv: Annotated[DType, _number_type("Kv", lambda options: options.types.kv)]
+    kv: Annotated[DType, _number_type("Kv", lambda options: options.types.kv, dtypes=KV_DTYPES)]
     o: Annotated[DType, _number_type("O", lambda options: options.types.o)]
     head_dim_qk: Annotated[int, _number("kHeadDimQk", "d{}")]
     head_dim_vo: Annotated[int, _number("kHeadDimVo", "{}", "-")]
@@ -393,6 +409,13 @@ ATTENTION_OPERANDS = (
     Operand("v", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
     Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
 )
+
+_SF_DIMS = ("num_pages", "page_size", "num_kv_heads")
+_SCALES = {
+    "k": Operand("k_sf", (*_SF_DIMS, "num_k_scales"), "e4m3"), "v": Operand("v_sf", (*_SF_DIMS, "num_v_scales"), "e4m3")
+}  # fmt: skip
+#: The same with the scales of keys and values of 4 bits.
+SCALED_OPERANDS = tuple(operand._replace(scales=_SCALES.get(operand.name)) for operand in ATTENTION_OPERANDS)
 
 #: Further operands if the keys of a cascade's shared levels are in separate tensors.
 PREFIX_OPERANDS = (

@@ -23,6 +23,7 @@ from quire.kernels.expressions.tree import Expression
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
     ATTENTION_OPERANDS,
+    NVFP4,
     MaskMode,
     Operand,
     PosEncodingMode,
@@ -285,6 +286,8 @@ def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
     """Why these variants do not run in one launch; None if they do."""
     if (prefill.kernel, decode.kernel) != (_PREFILL.name, _DECODE.name):
         return f"expected {_PREFILL.name} and {_DECODE.name}, got {prefill.kernel} and {decode.kernel}"
+    if NVFP4 in (prefill.kv, decode.kv):
+        return "scales of keys and values of 4 bits have no place in the parameters of a launch of both"
     if any(_has_more(key) for key in (prefill, decode)):
         return "custom variants and cascades have separate launches"
     if prefill.page_size == ANY_PAGE_SIZE:

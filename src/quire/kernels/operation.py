@@ -14,6 +14,7 @@ from quire.kernels.expressions.cxx import operands_struct, render
 from quire.kernels.expressions.variant import Variant, find_variant
 from quire.kernels.params import (
     AppendLatentsParams,
+    AppendNvfp4Params,
     AppendParams,
     BlockMaskParams,
     ExpressionBlocksParams,
@@ -86,6 +87,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("merge", _header("merge.h"), "MergeStates", MergeParams, _STATES),
         Operation("merge_pair", _header("merge.h"), "MergePair", MergeParams, _STATES),
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
+        Operation("append_nvfp4", _header("append_nvfp4.h"), "AppendNvfp4", AppendNvfp4Params, _HEADS),
         Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
         Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
         Operation("rope_norm_append", _header("rope.h"), "NormRotateAppend", RopeParams, _HEADS, asserts=_ROPE),

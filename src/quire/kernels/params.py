@@ -17,6 +17,7 @@ from quire.kernels.features import (
     MLA_OPERANDS,
     PREFIX_OPERANDS,
     SCALED_MLA_OPERANDS,
+    SCALED_OPERANDS,
     Operand,
     blocks_of,
     operand_fields,
@@ -119,6 +120,9 @@ def params_with(
 
 #: AttentionParams, followed by shared keys in separate tensors; see core/cascade.h.
 AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERANDS, *PREFIX_OPERANDS))
+
+#: AttentionParams, followed by the scales of keys and values of 4 bits; see core/params.h.
+AttentionScaledParams = params_with("AttentionScaledParams", SCALED_OPERANDS)
 
 #: The parameters of MLA kernels; see core/params.h.
 AttentionMlaParams = params_with(
@@ -324,15 +328,37 @@ class AppendParams(ctypes.Structure):
     )
 
 
-class WidenParams(ctypes.Structure):
-    """Converting 8-bit pages to 16 bits; kernels/widen.h has the shapes."""
+class AppendNvfp4Params(ctypes.Structure):
+    """Quantising tokens to 4 bits and appending them; kernels/append_nvfp4.h has the shapes."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_out", "v_out", "kv_indices")),
+        *((name, c_void_p) for name in ("key", "value", "k_cache", "v_cache", "k_sf", "v_sf")),
+        *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr", "places")),
+        *((name, c_void_p) for name in ("k_scale_at", "v_scale_at")),
+        *((name, c_int64) for name in ("nnz", "num_indices")),
+        *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
         *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
+        *((name, c_int64) for name in ("k_sf_page_stride", "k_sf_token_stride", "k_sf_head_stride")),
+        *((name, c_int64) for name in ("v_sf_page_stride", "v_sf_token_stride", "v_sf_head_stride")),
+        *((name, c_int32) for name in ("batch_size", "num_pages", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim_k", "head_dim_v", "page_size")),
+        *((name, c_float) for name in ("k_scale", "v_scale")),
+    )
+
+
+class WidenParams(ctypes.Structure):
+    """Converting pages of 8 or 4 bits to 16 bits; kernels/widen.h has the shapes."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_out", "v_out", "kv_indices", "k_sf", "v_sf")),
+        *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
+        *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
+        *((name, c_int64) for name in ("k_sf_page_stride", "k_sf_token_stride", "k_sf_head_stride")),
+        *((name, c_int64) for name in ("v_sf_page_stride", "v_sf_token_stride", "v_sf_head_stride")),
         *((name, c_int32) for name in ("num_indices", "num_pages", "page_size", "num_kv_heads")),
-        *((name, c_int32) for name in ("head_dim_k", "head_dim_v", "is_e5m2")),
+        *((name, c_int32) for name in ("head_dim_k", "head_dim_v", "kind")),
         ("_padding", c_int32),
     )
 

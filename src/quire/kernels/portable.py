@@ -22,7 +22,7 @@ from quire.kernels.attention import (
     whole_blocks,
 )
 from quire.kernels.features import MaskMode, PosEncodingMode
-from quire.kernels.params import AttentionPrefixParams
+from quire.kernels.params import AttentionPrefixParams, AttentionScaledParams
 
 # --- attention_decode: few query rows over long keys, limited by memory ----------------------------------------------
 
@@ -81,7 +81,7 @@ def _spills_decode(problem: AttentionProblem, rows: int) -> bool:
         return is_blackwell(problem) or (problem.kv.bits == 8 and problem.target != "sm90a")
     if widest <= 64 or not is_blackwell(problem):
         return False
-    most = 16 if widest > 192 or problem.kv.bits == 8 or _has_small_smem(problem) else 32
+    most = 16 if widest > 192 or problem.kv.bits < 16 or _has_small_smem(problem) else 32
     return rows > most or (widest > 192 and _has_small_smem(problem))
 
 
@@ -95,7 +95,7 @@ def _yields(problem: AttentionProblem) -> str | None:
     """
     if problem.cascade:
         return "keys that rows of a cascade share are faster in tiles of more rows"
-    if problem.rows <= 32 or _widest(problem) <= 64 or problem.kv.bits == 8:
+    if problem.rows <= 32 or _widest(problem) <= 64 or problem.kv.bits < 16:
         return None
     return f"{problem.rows} rows of wide heads are faster in tiles of more rows"
 
@@ -141,6 +141,7 @@ DECODE = AttentionKernel(
     choose_rows=first_tile_that_holds,  # with fixed splits all batches have the same number of rows
     yields=_yields,
     has_cascades=True,
+    scaled_params=AttentionScaledParams,
     schedule_input=lambda _: {"start_cost": 20},
     pdl=True,
     notes_times=True,
@@ -198,6 +199,7 @@ FA2 = AttentionKernel(
     choose_rows=first_tile_that_holds,
     has_expression_blocks=True,
     has_cascades=True,
+    scaled_params=AttentionScaledParams,
     notes_times=True,
 )
 
@@ -241,7 +243,7 @@ def _reject_cpu(problem: AttentionProblem) -> str | None:
     for name, dtype in (("q", problem.q), ("o", problem.o)):
         if dtype.bits < 16:
             return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
-    if problem.kv != problem.q and problem.kv.bits != 8:
+    if problem.kv != problem.q and problem.kv.bits > 8:
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
     return head_dim_reason(problem, most=512)
 
@@ -279,5 +281,6 @@ CPU = AttentionKernel(
     has_expression_blocks=True,
     has_cascades=True,
     prefix_params=AttentionPrefixParams,
+    scaled_params=AttentionScaledParams,
     notes_times=True,
 )

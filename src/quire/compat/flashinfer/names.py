@@ -86,7 +86,7 @@ def refusing(path: str) -> Refusing:
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "": (
         "SfLayout", "bmm_fp8", "mm_mxfp8", "mxfp8_quantize", "nvfp4_block_scale_interleave", "nvfp4_quantize",
-        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "shuffle_matrix_a", "shuffle_matrix_sf_a", "top_k",
+        "shuffle_matrix_a", "shuffle_matrix_sf_a", "top_k",
     ),
     "fp4_quantization": ("block_scale_interleave",),
     "fused_moe": (),
