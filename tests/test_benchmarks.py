@@ -156,6 +156,18 @@ def test_joined(modules: ModuleType) -> None:
 
 
 @pytest.mark.slow
+def test_nvfp4(modules: ModuleType) -> None:
+    """Caches of 4 bits beside others: each provider that runs here is right."""
+    import nvfp4
+
+    for kind, q_len in (("decode", 1), ("prefill", 20), ("append", 3)):
+        row = nvfp4.Row(f"tiny-{kind}", kind, 2, 50, q_len, (4, 2), 64)
+        ours, e4m3, bf16, flashinfer = nvfp4.measure(row, list(nvfp4._DTYPES), CPU, 1)
+        assert all(result.timing is not None and not result.is_bad for result in (ours, e4m3, bf16))
+        assert flashinfer.timing is None and flashinfer.reason
+
+
+@pytest.mark.slow
 def test_rope(tmp_path: Path) -> None:
     file = tmp_path / "rope.json"
     run("rope.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
