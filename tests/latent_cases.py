@@ -31,7 +31,7 @@ from fuzz_calls import (
 from latents import BYTES, E4M3, Latents, packed, unpacked
 from problems import poisoned
 from quire.compat import flash_mla
-from value_cases import E5M2, LN2, numbers_of, restrided
+from value_cases import E5M2, LN2, assert_eight_bits, numbers_of, restrided
 
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZES = (1, 3, 16, 64)
@@ -128,9 +128,13 @@ def selected_keys(cache: Tensor, indices: Tensor, most: Sequence[int] | None) ->
 def check_latents(
     results: Results, q: Tensor, keys: Tensor, qo: Sequence[int], kv: Sequence[int], *, scale: float,
     causal: bool = False, v_scale: float = 1.0, sinks: Tensor | None = None, natural: bool = False,
-    sinks_in_lse: bool = True,
+    sinks_in_lse: bool = True, no_keys: float = -math.inf, rounded: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """o [nnz_qo, num_heads, 512] and lse against the truth, for the requests whose keys are numbers."""
+    """o [nnz_qo, num_heads, 512] and lse against the truth, for the requests whose keys are numbers.
+
+    no_keys: the lse of rows without keys. rounded: q as it is rounded once it has been multiplied by something, and
+    divided by that again.
+    """
     require(q.dim() == 3 and q.shape[2] == 576 and qo[-1] == q.shape[0], "as many rows of q as its offsets say")
     require(len(qo) == len(kv) and scale > 0, "other requests, or a scale that is not positive")
     q, o = q.detach().resolve_neg(), results[0]
@@ -138,18 +142,24 @@ def check_latents(
     sinks = None if sinks is None else sinks.detach().reshape(-1)
     lse = results[1] if len(results) > 1 else None
     if lse is not None and natural:
-        require(not bool(lse.isneginf().any()), "an lse of -inf from FlashMLA's function")
-        lse = (lse.double().masked_fill(lse.isposinf(), -math.inf) / LN2).float()
+        lse = (lse.double() / LN2).float()
+    if lse is not None:
+        assert not bool((lse == -no_keys).any()), f"an lse of {-no_keys}"
+        lse = lse.masked_fill(lse == no_keys, -math.inf)
     for b, (rows, own) in enumerate(zip(oracle.lengths(qo), oracle.lengths(kv), strict=True)):
         part, key = q[qo[b] : qo[b + 1]], keys[kv[b] : kv[b + 1]]
         if not bool(key.isfinite().all()):
             continue
         parts = part[..., :512], part[..., 512:], key[:, :512], key[:, 512:]
+        near = parts if rounded is None else (*rounded[qo[b] : qo[b + 1]].split((512, 64), 2), *parts[2:])
         how: Args = {"causal": causal, "sm_scale": scale}
         truth = oracle.latent_attention(*parts, [0, rows], [0, own], sinks=sinks, **how)
-        theirs = oracle.latent_attention(*parts, [0, rows], [0, own], sinks=sinks, dtype=q.dtype, **how).o.double()
+        theirs = oracle.latent_attention(*near, [0, rows], [0, own], sinks=sinks, dtype=q.dtype, **how).o.double()
         theirs = theirs.where(theirs.isfinite(), truth.o)  # logits beyond the type
         here = slice(qo[b], qo[b + 1])
+        if o.element_size() == 1:
+            assert_eight_bits(o[here], truth.o * v_scale, theirs * v_scale, q.dtype)
+            continue
         try:
             assert_scaled(o[here], truth.o, theirs, v_scale)
         except AssertionError:
@@ -161,7 +171,10 @@ def check_latents(
             )
             norms = [float(t.double().norm(dim=-1).amax()) if t.numel() else 0.0 for t in (part, key)]
             magnitude = norms[0] * norms[1] * scale * math.log2(math.e) + 1.0
-            oracle.assert_lse_close(lse[here], want.lse, magnitude=magnitude)
+            of_near = oracle.latent_attention(
+                *near, [0, rows], [0, own], sinks=sinks if sinks_in_lse else None, **how
+            )  # fmt: skip
+            oracle.assert_lse_close(lse[here], want.lse, magnitude=magnitude, rounded=of_near.lse)
 
 
 def assert_scaled(o: Tensor, truth: Tensor, own: Tensor, v_scale: float, what: str = "o") -> None:
@@ -212,7 +225,8 @@ def mla_wrapper(rng: random.Random) -> Case:
         args |= {"ckv_cache": cache[..., :512], "kpe_cache": cache[..., 512:]}
         del args["kv_cache"]
     if kind == "e4m3" and rng.random() < 0.5:
-        args["ckv_scale"] = args["kpe_scale"] = rng.choice((0.5, 2.0))
+        args["ckv_scale"] = rng.choice((0.5, 2.0, 3.0))
+        args["kpe_scale"] = rng.choice((args["ckv_scale"], args["ckv_scale"], 0.25, 7.0, 2e4))
     if rng.random() < 0.4:
         args["out"] = poisoned((*p.query.shape[:2], 512), p.dtype, "cpu")
     wrapper = Kept(lambda a: quire.BatchMLAPagedAttentionWrapper(a["float_workspace_buffer"]))
@@ -236,10 +250,13 @@ def mla_wrapper(rng: random.Random) -> Case:
         rest = number(a.get("kpe_scale"))
         require(factor > 0, "a scale that is not positive")
         keys = torch.cat((keys[:, :512] * factor, keys[:, 512:] * rest), 1)
+        largest = max(factor, abs(rest))
+        q, times = torch.cat((a["q_nope"], a["q_pe"]), -1).detach().resolve_neg(), torch.ones(576, dtype=torch.float64)
+        times[:512], times[512:] = factor / largest, rest / largest or 1.0
         check_latents(
-            results, torch.cat((a["q_nope"], a["q_pe"]), -1), keys, offsets(a["qo_indptr"]), kv,
-            scale=number(a["sm_scale"]), causal=bool(a["causal"]), sinks=a.get("sinks"),
-            natural=bool(a["return_lse_base_on_e"]),
+            results, q, keys, offsets(a["qo_indptr"]), kv, scale=number(a["sm_scale"]), causal=bool(a["causal"]),
+            sinks=a.get("sinks"), natural=bool(a["return_lse_base_on_e"]),
+            rounded=(q.double() * times).to(q.dtype).double() / times,
         )  # fmt: skip
 
     return Case("BatchMLAPagedAttentionWrapper", args, invoke, check, frozenset({"out", "float_workspace_buffer"}))
@@ -380,6 +397,8 @@ def sparse_mla(rng: random.Random) -> Case:
     def check(a: Args, results: Results) -> None:
         q, scale = a["q"], number(a["scale"], 576**-0.5)
         cache = a["k_cache"]
+        if name == "trtllm" and cache.dim() == 4 and cache.shape[1] == 1:
+            cache = cache.squeeze(1)
         require(cache.dim() == 4 - (name != "kvcache"), "a cache of other dimensions")
         cache = cache.transpose(0, 1) if name == "sparse_fwd" else cache.squeeze(2) if name == "kvcache" else cache
         flat = q.flatten(0, -3) if q.dim() > 3 else q
@@ -397,6 +416,7 @@ def sparse_mla(rng: random.Random) -> Case:
         check_latents(
             rows, flat, keys, list(range(flat.shape[0] + 1)), kv, scale=scale,
             sinks=a.get("attn_sink"), natural=name != "trtllm", sinks_in_lse=name == "trtllm",
+            no_keys=-math.inf if name == "trtllm" else math.inf,
         )  # fmt: skip
 
     full = {"kvcache": "flash_mla_with_kvcache", "sparse_fwd": "flash_mla_sparse_fwd"}
@@ -424,7 +444,7 @@ def dense_flash_mla(rng: random.Random) -> Case:
         check_latents(
             (results[0].flatten(0, 1), results[1].transpose(1, 2).flatten(0, 1)), q.flatten(0, 1), keys,
             [rows * b for b in range(len(kv))], kv, scale=number(a["softmax_scale"], 576**-0.5),
-            causal=bool(a["causal"]), sinks=a.get("attn_sink"), natural=True, sinks_in_lse=False,
+            causal=bool(a["causal"]), sinks=a.get("attn_sink"), natural=True, sinks_in_lse=False, no_keys=math.inf,
         )  # fmt: skip
 
     return Case("flash_mla_with_kvcache", args, lambda a: flash_mla.flash_mla_with_kvcache(**a), check)

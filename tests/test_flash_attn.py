@@ -15,7 +15,7 @@ import quire
 from calls import capture
 from interface_batches import random
 from problems import ints, offsets
-from quire.compat import flash_attn, flash_attn_batch
+from quire.compat import flash_attn, flash_attn_batch, flash_attn_interface
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
@@ -300,6 +300,24 @@ def test_offsets_beyond_no_queries_are_refused():
     q, k = torch.empty(0, 2, 64), torch.randn(5, 2, 64)
     with pytest.raises(quire.ValidationError, match="cu_seqlens_q"):
         flash_attn_varlen_func(q, k, k, offsets((3,), "cpu"), offsets((5,), "cpu"), 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "name"),
+    [
+        ((0, 5), (0, 2**30), "cu_seqlens_k"),
+        ((0, 2**30), (0, 9), "cu_seqlens_q"),
+        ((0, 5), (0, -9), "cu_seqlens_k"),
+        ((0, 7, 5), (0, 4, 9), "cu_seqlens_q"),
+        ((0, 3, 5), (0, 9, 4), "cu_seqlens_k"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"window_size": (-1, 3)}, {"attention_chunk": 4}], ids=str)
+def test_offsets_are_checked_before_bits_are_made_of_them(device, cu_q, cu_k, name, options):
+    q, k = (torch.zeros(n, 2, 64, dtype=torch.float16, device=device) for n in (5, 9))
+    function = flash_attn_interface.flash_attn_varlen_func if "attention_chunk" in options else flash_attn_varlen_func
+    with pytest.raises(quire.ValidationError, match=name):
+        function(q, k, k, ints(cu_q, device), ints(cu_k, device), 2**31 - 1, 2**31 - 1, **options)
 
 
 @pytest.mark.slow

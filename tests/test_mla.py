@@ -118,6 +118,22 @@ def test_latents_and_positions_with_scales_of_their_own(device, backend, dtype):
     p.check(*got)
 
 
+def test_scales_that_are_far_apart(device, backend):
+    """The queries whose keys have the smaller scale are made smaller: the others would be beyond float16."""
+    p = Latents((3, 1), (70, 129), 16, torch.float16, device, True, kv_dtype=torch.float8_e4m3fn)
+    p.keys[:, 512:] = (p.keys[:, 512:].float() / 64).to(p.keys.dtype)
+    pages, query, scales = p.paged(16), p.query.clone(), (2.0**-5, 2.0**10)
+    run = planned(p, pages, backend).run
+    o, lse = run(*parts(p), pages.ckv, pages.kpe, return_lse=True, ckv_scale=scales[0], kpe_scale=scales[1])
+    p.query[..., :512] *= scales[0] / scales[1]
+    p.scale = scales[1]
+    p.check((o.float() * (scales[1] / scales[0])).half(), lse)
+    p.query, p.scale = query, 1.0
+    negative = run(*parts(p), pages.ckv, pages.kpe, return_lse=True, ckv_scale=1.0, kpe_scale=-0.25)
+    p.query[..., 512:] *= -0.25
+    p.check(*negative)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_without_positions(device, backend, dtype, page_size):
     """head_dim_kpe=0: the logits are those of the latent part alone."""
@@ -209,9 +225,15 @@ def test_queries_and_cache_as_one_tensor_or_a_pair(device, backend):
             assert torch.equal(wrapper.run(query=query, kv_cache=kv_cache), expected)
     with pytest.raises(quire.ValidationError, match="query: expected it, or q_nope and q_pe, and not both"):
         wrapper.run(parts(p)[0], None, pages.ckv, pages.kpe)
-    for tensors, name in (((p.query, cache.to_sparse()), "kv_cache"), ((p.query.to_sparse(), cache), "query")):
-        with pytest.raises(quire.ValidationError, match=f"{name}: expected a dense tensor"):
-            wrapper.run(query=tensors[0], kv_cache=tensors[1])
+    freed = cache.clone()
+    freed.untyped_storage().resize_(0)
+    for query, kv_cache, words in (
+        (p.query, cache.to_sparse(), "kv_cache: expected a dense tensor"),
+        (p.query.to_sparse(), cache, "query: expected a dense tensor"),
+        (p.query, freed, "kv_cache: expected a tensor with memory of its own"),
+    ):
+        with pytest.raises(quire.ValidationError, match=words):
+            wrapper.run(query=query, kv_cache=kv_cache)
 
 
 def test_metadata(device, backend):

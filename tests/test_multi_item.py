@@ -139,3 +139,13 @@ def test_wrong_arguments(case, kind):
     p.check(*prefill(p, kind, "auto", plan=plan))
     with pytest.raises(quire.ValidationError, match=message):
         prefill(p, kind, "auto", plan={**plan, **change})
+
+
+@pytest.mark.parametrize("ends", [(0, 9, 6), (2, 0, 6), (0, -5, 6), (0, 2**31 - 1, 2**31 - 1)], ids=str)
+def test_offsets_that_are_none(ends):
+    """Before bits are made of them."""
+    p, options = scoring(RIGHT, torch.float32, "cpu")
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    indptr = torch.tensor(ends, dtype=torch.int32), torch.tensor(p.kv_indptr, dtype=torch.int32)
+    with pytest.raises(quire.ValidationError, match="qo_indptr"):
+        wrapper.plan(*indptr, p.num_qo_heads, p.num_kv_heads, p.head_dim, q_data_type=p.dtype, **options)

@@ -228,14 +228,18 @@ def _options(q: Tensor, mask: Tensor | None, options: Args) -> Args:
 def _check_eight_bits(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, qo: Sequence[int], kv: Sequence[int], mask: Tensor | None, options: Args
 ) -> None:
-    """Each number is one of the two next to the truth, up to the error of q's type."""
+    """assert_eight_bits() of results."""
     how = _options(q, mask, options)
     truth = oracle.attention(*_plain(q, k, v), qo, kv, **how).o.reshape(o.shape)
     own = oracle.torch_error(*_plain(q, k, v), qo, kv, **how).reshape(o.shape)
-    own = own.where(own.isfinite(), truth)  # logits beyond the type
+    assert_eight_bits(o, truth, own.where(own.isfinite(), truth), q.dtype)  # where logits are not beyond the type
+
+
+def assert_eight_bits(o: Tensor, truth: Tensor, own: Tensor, dtype: torch.dtype) -> None:
+    """Each number is one of the two next to the truth, up to the error of `own`, torch's answer in `dtype`."""
     info = torch.finfo(o.dtype)
     error = (o.double() - truth.clamp(info.min, info.max)).abs()
-    slack = 2 * (own - truth).abs().max() + truth.abs().max() * torch.finfo(q.dtype).eps if o.numel() else 0.0
+    slack = 2 * (own - truth).abs().max() + truth.abs().max() * torch.finfo(dtype).eps if o.numel() else 0.0
     allowed = info.eps * truth.abs() + info.smallest_normal * info.eps + slack
     assert bool((error <= allowed).all()), f"8 bits are off by up to {float((error - allowed).max()):.3g}"
 

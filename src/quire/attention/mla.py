@@ -23,7 +23,7 @@ from quire.calls.latents import (
 )
 from quire.calls.tables import Scale
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import check_flags, check_positive, check_tensor, scalar
+from quire.engine.checks import check_flags, check_positive, check_tensor, number, scalar
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, foreign, logits_options, options_of, split_size
 from quire.engine.run import Result, RunOptions
@@ -194,8 +194,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         kv_len, page_table: for calls without a plan: tokens [batch_size] and pages [batch_size, pages] of each request,
             which has one query; sm_scale is then 1 / sqrt(192). On a GPU such a call may be captured. With a plan,
             None.
-        ckv_scale, kpe_scale: numbers that an 8-bit cache is multiplied by; if they differ, q_pe is copied and
-            multiplied by their quotient.
+        ckv_scale, kpe_scale: numbers that an 8-bit cache is multiplied by. If they differ, the queries of the part with
+            the smaller one are copied and multiplied by their quotient.
         sinks: float32 [num_heads], logits (natural logarithm) that are added to the denominators.
         ckv_scale_arr: instead of ckv_scale, for a ckv of float8_e4m3fn and queries of bfloat16: float32 [num_pages,
             page_size, 4], a factor for each 128 dims of a latent. kpe is then copied and multiplied by kpe_scale. Not
@@ -216,10 +216,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         ckv, kpe, *scales = cached_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
         if not is_tracing():
             check_tensor(ckv, "ckv_cache"), check_tensor(kpe, "kpe_cache")
+        logits_scale = ckv_scale
         if not self._has_kpe:
             pe, kpe = _without_kpe(nope, pe, ckv)
         elif ckv_scale != kpe_scale and ckv_scale_arr is None:
-            pe = _scaled(pe, ckv_scale, kpe_scale)
+            nope, pe, logits_scale = _scaled(nope, pe, ckv_scale, kpe_scale)
         self._check_base(return_lse or lse is not None, return_lse_base_on_e)
         runner = None
         if ckv_scale_arr is not None:
@@ -228,14 +229,15 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             scales = [check_tensor(ckv_scale_arr, "ckv_scale_arr")]
         if kv_len is not None or page_table is not None:
             result = self._run_unplanned(
-                (nope, pe), (ckv, kpe, *scales), kv_len, page_table, out, lse, return_lse, ckv_scale, sinks, enable_pdl
-            )
+                (nope, pe), (ckv, kpe, *scales), kv_len, page_table, out, lse, return_lse,
+                (logits_scale, ckv_scale), sinks, enable_pdl,
+            )  # fmt: skip
         else:
             self._check_rows(len(scales) > 0 and runner is None)
             result = (runner or self._runner()).run(
                 pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out, lse, return_lse,
                 RunOptions(
-                    sinks, k_scale=ckv_scale, v_scale=ckv_scale, enable_pdl=enable_pdl,
+                    sinks, k_scale=logits_scale, v_scale=ckv_scale, enable_pdl=enable_pdl,
                     others=(nope, *(part.unsqueeze(2) for part in scales)),
                 ),
             )  # fmt: skip
@@ -275,18 +277,18 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
     def _run_unplanned(
         self, query: tuple[torch.Tensor, torch.Tensor], cache: tuple[torch.Tensor, ...], kv_len: Any,
-        page_table: Any, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, ckv_scale: Any,
-        sinks: torch.Tensor | None, enable_pdl: bool | None,
+        page_table: Any, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
+        scales: tuple[Any, Any], sinks: torch.Tensor | None, enable_pdl: bool | None,
     ) -> Result:  # fmt: skip
-        """run() with a block table and lengths instead of a plan."""
+        """run() with a block table and lengths instead of a plan. scales: of logits, and of values."""
         if self._attention is not None or kv_len is None or page_table is None:
             raise ValidationError(
                 "kv_len, page_table: expected both without a plan, or neither after plan(), which was told the lengths."
             )
-        scale = Scale.of(ckv_scale, "ckv_scale", self.device, positive=True)
+        scale, v_scale = (Scale.of(value, "ckv_scale", self.device, positive=True) for value in scales)
         return TableCall.of_latents(
             query, cache, self._workspace, page_table, kv_len, page_table.shape[-1] * cache[0].shape[1],
-            scale.times(Scale(192**-0.5)), scale, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
+            scale.times(Scale(192**-0.5)), v_scale, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
             enable_pdl=enable_pdl, backend=self._backend,
         ).attend()  # fmt: skip
 
@@ -306,12 +308,21 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 _options = options_of(BatchMLAPagedAttentionWrapper.plan, _read_options)
 
 
-def _scaled(pe: torch.Tensor, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor:
-    """q_pe times kpe_scale / ckv_scale; the kernel multiplies all logits by ckv_scale."""
+def _scaled(
+    nope: torch.Tensor, pe: torch.Tensor, ckv_scale: Any, kpe_scale: Any
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """q_nope and q_pe, of which the one whose keys have the smaller scale is made smaller, so that no number leaves the
+    range of its type; and the scale by which the kernel multiplies all logits.
+    """
     if ckv_scale is None or kpe_scale is None:
         raise ValidationError(f"kpe_scale: expected it with ckv_scale={ckv_scale}, got {kpe_scale}.")
-    factor = scalar(kpe_scale, "kpe_scale") / scalar(ckv_scale, "ckv_scale", positive=True)
-    return (check_tensor(pe, "q_pe").float() * factor).to(pe.dtype)
+    of_nope, of_pe = number(ckv_scale, "ckv_scale", positive=True), number(kpe_scale, "kpe_scale")
+    largest = max(of_nope, abs(of_pe))
+    return _times(nope, of_nope / largest, "q_nope"), _times(pe, of_pe / largest, "q_pe"), largest
+
+
+def _times(tensor: torch.Tensor, factor: float, name: str) -> torch.Tensor:
+    return tensor if factor == 1.0 else (check_tensor(tensor, name).float() * factor).to(tensor.dtype)
 
 
 def _without_kpe(nope: torch.Tensor, pe: torch.Tensor, ckv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

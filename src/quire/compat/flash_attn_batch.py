@@ -26,7 +26,7 @@ from quire.engine.graph import refuse_capture
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.engine.run import RunOptions
-from quire.engine.schedule import LEAST_TILE, Indices, Lengths
+from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
@@ -149,6 +149,8 @@ def _attend(
         spec = AttentionSpec(lengths, options)
     else:
         indices = batch.on_host(q.device)
+        if is_masked:
+            batch.check_ends(indices, q, k)
         spec = AttentionSpec(indices, options, _mask(indices, left, right, chunk, q.device) if is_masked else None)
     rows = spec.nnz_qo
     if rows > q.shape[0]:
@@ -246,6 +248,20 @@ class _Batch(NamedTuple):
         check_shape(self.block_table, "block_table", {"batch": lens.shape[0], "pages": None})
         check_lengths(lens, self.block_table.shape[1], self.page_size, 2**31 - 1, "2^31 - 1")
         return indices_of(_rows(self.block_table), lens, indptr, self.qo_len, self.page_size)
+
+    def check_ends(self, indices: Indices, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Offsets ascend, and end with the tensors, before bits are made of them; the scheduler checks them later."""
+        ends = [(indices.qo_indptr, "cu_seqlens_q", q, "q", 0)]
+        if self.block_table is None:
+            ends.append((indices.kv_indptr, "cu_seqlens_k", k, "k", 2**31 - 1))
+        for offsets, name, tensor, of, largest_first in ends:
+            if offsets is None:
+                continue
+            check_offsets(offsets, name, largest_first)
+            if int(offsets[-1]) > tensor.shape[0]:
+                raise ValidationError(
+                    f"{name}: expected offsets up to the {tensor.shape[0]} rows of {of}, got {int(offsets[-1])}."
+                )
 
 
 def _rows(table: torch.Tensor) -> torch.Tensor:

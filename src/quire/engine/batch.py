@@ -25,7 +25,7 @@ import torch
 from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor, host_indices, to_int32
 from quire.engine.graph import is_capturing
 from quire.engine.operands import RemappedOperands, int32_table
-from quire.engine.schedule import Indices, Lengths, ScheduleCache, without_gaps
+from quire.engine.schedule import Indices, Lengths, ScheduleCache, check_count, check_offsets, without_gaps
 from quire.errors import PlanError, ValidationError
 from quire.kernels.expressions.rewrite import LISTS, PAGES, remap_indices, variant_of_blocks
 from quire.kernels.expressions.trace import Tracer, Value
@@ -340,6 +340,9 @@ def with_items(
         name = "packed_custom_mask" if custom_mask is None else "custom_mask"
         raise ValidationError(f"{name}: expected None beside prefix_len_ptr, which says all that is seen.")
     length = check_positive(token_pos_in_items_len, "token_pos_in_items_len")
+    if indices.qo_indptr is not None:
+        check_offsets(indices.qo_indptr, "qo_indptr")
+    check_count(int((indices.qo_lens() * indices.kv_lens()).sum()), "qo_indptr", "rows times tokens of their requests")
     batch = {"batch_size": indices.batch_size}
     prefixes = _prefix_lens(prefix_len_ptr, indices, length)
     positions = _of_type(token_pos_in_items_ptr, "token_pos_in_items_ptr", torch.uint16, device)

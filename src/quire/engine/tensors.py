@@ -20,6 +20,7 @@ from quire.engine.checks import (
     check_positive,
     check_same_device,
     check_tensor,
+    shape_of,
 )
 from quire.engine.device import on_cuda
 from quire.engine.options import PlanOptions
@@ -84,14 +85,7 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
     if type(value) is tuple and len(value) == 2 and getattr(value[0], "ndim", 0) == getattr(value[1], "ndim", 0) == 3:
         return value
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_nested:
-            check_tensor(value, name)
-        if value.dim() != 3 or value.shape[-1] <= LATENT_DIM:
-            raise ValidationError(
-                f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(value.shape)}."
-            )
-        latents, others = value.split_with_sizes((LATENT_DIM, value.shape[-1] - LATENT_DIM), -1)
-        return latents, others
+        return _split(value, name)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
     pair = next((part for part in value if isinstance(part, (tuple, list))), value)
@@ -104,10 +98,23 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
     return pair[0], pair[1]
 
 
+def _split(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part and the rest of a tensor that has both side by side."""
+    try:
+        shape = tensor.shape
+        if len(shape) == 3 and shape[-1] > LATENT_DIM:
+            latents, others = tensor.split_with_sizes((LATENT_DIM, shape[-1] - LATENT_DIM), -1)
+            return latents, others
+    except RuntimeError:  # a nested tensor, a sparse one, or one whose memory was freed
+        check_tensor(tensor, name)
+        raise
+    raise ValidationError(f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(shape)}.")
+
+
 def is_packed(cache: Any) -> bool:
     """Whether a cache of latents is one of rows of ROW_BYTES, as bytes or as 8-bit numbers."""
     dtype = getattr(cache, "dtype", None)
-    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and cache.dim() > 0 and cache.shape[-1] == ROW_BYTES
+    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and (shape_of(cache) or (0,))[-1] == ROW_BYTES
 
 
 def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, ...]:
@@ -118,11 +125,12 @@ def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tup
 def _packed_parts(cache: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of pages [num_pages, page_size, ROW_BYTES]: latents e4m3, the rest of keys bfloat16, and the scales."""
     ends = LATENT_DIM + 4 * (LATENT_DIM // TILE_DIMS)
-    parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
     types = torch.float8_e4m3fn, torch.bfloat16, torch.float32
     try:
+        parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
         latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
     except RuntimeError as error:  # rows that are not contiguous, or no multiple of 4 bytes apart
+        check_tensor(cache, name)
         raise ValidationError(
             f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
             f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
