@@ -195,12 +195,24 @@ def test_lists_that_hide_some_of_a_causal_mask(device):
     assert mask_of(mask) is not causal
 
 
-@pytest.mark.parametrize("block", [128, (16, 32)])
+@pytest.mark.parametrize("block", [128, (16, 32), 512])
 def test_lists_that_say_what_their_function_says(block, device):
     """Such a function is the mask: kernels look up no lists."""
     q, k, v = draw(device, HEADS, Q_LEN), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))
     mask = create_block_mask(banded, BATCH, HEADS, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=block)
     check(q, k, v, elements(mask, banded), block_mask=mask)
+    assert mask_of(mask) is banded
+
+
+def test_a_block_longer_than_all_lengths(device):
+    q, k, v = draw(device, HEADS, Q_LEN), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))
+    one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask = lists(one, ~one, banded, (1 << 30, 1 << 30), (Q_LEN, KV_LEN))
+    at = [
+        torch.arange(n, device=device).view(*(-1 if d == i else 1 for d in range(2)))
+        for i, n in enumerate((Q_LEN, KV_LEN))
+    ]
+    check(q, k, v, banded(0, 0, *at), block_mask=mask)
     assert mask_of(mask) is banded
 
 

@@ -400,10 +400,10 @@ def blocks_of_mask(
     """What a variant's mask, with the plan's causal mask and window, leaves of blocks of (queries, keys): uint8
     [batch_size, rows of blocks, columns], bit 0: some element of the block, bit 1: all of a whole block.
     """
-    variant, (rows, keys) = options.variant, block
-    assert variant is not None and indices.qo_len is not None
-    kv_lens, width = indices.kv_lens().tolist(), -(-int(indices.kv_lens().max()) // keys)
-    height = -(-indices.qo_len // rows)
+    variant, kv_lens = options.variant, indices.kv_lens().tolist()
+    assert variant is not None
+    rows, keys = min(block[0], max(1, indices.qo_len)), min(block[1], max(1, *kv_lens))
+    height, width = -(-indices.qo_len // rows), -(-max(kv_lens) // keys)
     tiles = (RowTile * (len(kv_lens) * height))(*(
         RowTile(
             request=request, row_begin=row * rows, kv_end=width, work_begin=(request * height + row) * width,
