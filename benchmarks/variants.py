@@ -81,6 +81,15 @@ def prefix(device: torch.device, batch: int, _: int) -> Mapping[str, Any]:
     return {"prefix": torch.full((batch,), 1024, dtype=torch.int32, device=device)}
 
 
+def images(device: torch.device, batch: int, length: int) -> Mapping[str, Any]:
+    """Of 256 tokens, each followed by 256 tokens of text; tokens of an image see one another."""
+    at = torch.arange(length, dtype=torch.int32, device=device)
+    begin = at - at % 512
+    rows = torch.stack([begin, begin + 255], 1).where((at % 512 < 256)[:, None], -1)
+    first = torch.arange(batch, dtype=torch.int32, device=device) * length
+    return {"ranges": rows.repeat(batch, 1), "first_row": first, "causal_window": -1, "range_window": 0}
+
+
 window = quire.Variant(
     mask=lambda q_idx, kv_idx, qo_len, kv_len, width: kv_idx >= q_idx + kv_len - qo_len - width,
     scalars={"width": "int32"},
@@ -99,6 +108,7 @@ PREFILL = (
     Row("window 1024", window, lambda *_: {"width": 1024}),
     Row("window 1024, built in", plan={"window_left": 1024}),
     Row("prefix-lm 1024", variants.prefix_lm, prefix, causal=False),
+    Row("16 images", variants.causal_with_ranges, images, causal=False),
 )
 DECODE = (
     Row("plain"),
@@ -159,6 +169,8 @@ class Prefill:
             own = {n: x[request : request + 1] if n in ("documents", "prefix") else x for n, x in operands.items()}
             heads = slice(0, self.heads[0] // self.heads[1])  # of the first KV head
             own = {n: x[heads] if n in ("slopes", "bias") else x for n, x in own.items()}
+            if "ranges" in own:
+                own |= {"ranges": own["ranges"][end - CHECKED : end], "first_row": own["first_row"][:1]}
             tokens = (self.q[end - CHECKED : end, heads], self.k[begin:end, :1], self.v[begin:end, :1])
             truth = variant.reference(*tokens, causal=row.causal, **own)
             worst = max(worst, float((out[end - CHECKED : end, heads].cpu().double() - truth).abs().max()))
@@ -174,6 +186,9 @@ class Prefill:
             shown &= operands["documents"][0][:, None] == operands["documents"][0][None, :]
         if "prefix" in operands:
             shown &= (i[None, :] < 1024) | (i[:, None] >= i[None, :])
+        if "ranges" in operands:
+            image = torch.where(i % 512 < 256, i // 512, -1 - i)
+            shown &= (i[:, None] >= i[None, :]) | (image[:, None] == image[None, :])
         if "width" in operands or "window_left" in row.plan:
             shown &= i[None, :] >= i[:, None] - 1024
         return int(shown.sum()) * self.batch
@@ -189,6 +204,7 @@ class Prefill:
             "12 documents": lambda _b, _h, i, j: (i >= j) & (number[i] == number[j]),
             "window 1024": lambda _b, _h, i, j: (i >= j) & (i - j <= 1024),
             "prefix-lm 1024": lambda _b, _h, i, j: (j < 1024) | (i >= j),
+            "16 images": lambda _b, _h, i, j: (i >= j) | ((i // 512 == j // 512) & (i % 512 < 256) & (j % 512 < 256)),
         }
         found = []
         for row in PREFILL:

@@ -78,6 +78,11 @@ def flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     modules = {tail: names for tail, names in served().items() if tail and "." not in tail}
     for tail, names in modules.items():
         (package / f"{tail}.py").write_text(_text(names))
+    (package / "jit" / "attention").mkdir(parents=True)
+    for place in ("jit", "jit/attention"):
+        (package / place / "__init__.py").write_text("")
+    texts = "attention_sink_decl = {'fa2': 'struct AttentionSink {};', 'fa3': 'struct Other {};'}\n"
+    (package / "jit" / "attention" / "variants.py").write_text(texts)
     homes = {name: tail for tail, names in modules.items() for name in names}
     lines = [f"from .{homes[name]} import {name}\n" for name in served()[""]]
     (package / "__init__.py").write_text("".join(lines))
@@ -227,6 +232,23 @@ class TestWrappers:
         wrapper.plan(1, 2, 3)
         assert wrapper.run() == wrapper.forward() == "theirs" and wrapper.planned_with == ((1, 2, 3), {})
         assert wrapper._behind.wrapper().made_with[1] == given and len(left()) == 1
+
+    def test_the_variant_with_sinks(self, flashinfer: Any) -> None:
+        """Quire knows FlashInfer's own text, which FlashInfer can still compile; not another of its name."""
+        text = import_module("flashinfer.jit.attention.variants").attention_sink_decl["fa2"]
+        assert text == "struct AttentionSink {};"
+        names = ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink"
+        p = Problem((3, 7), (40, 7), causal=True, sm_scale=0.2)
+        given = ("uri", p.dtype, p.dtype, p.dtype, torch.int32, 64, 64, *names)
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_args=(*given, text))
+        plan_ragged(wrapper, p, plan={"sm_scale": None})
+        sinks = torch.randn(4)
+        p.check(wrapper.run(p.q, p.k, p.v, sinks, 0.2), sinks=sinks)
+        assert wrapper.run(p.q, p.k, p.v, sinks, 0.2, kv_cache_sf=sinks) == "theirs"
+        assert wrapper._behind.wrapper().made_with[1]["jit_args"][-1] is text
+        other = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_args=(*given, str(text) + " "))
+        other.plan()
+        assert other.run() == "theirs"
 
     @pytest.mark.parametrize("argument", ["use_profiler", "output_scale"])
     def test_latents(self, flashinfer: Any, argument: str) -> None:

@@ -65,6 +65,8 @@ def documents() -> Tensor:
 
 SLOPES, BONUS, SCALE, BIAS, T5 = table(HEADS) / 16, table(HEADS), table(60), table(HEADS, 31), table(32, HEADS)
 DOCUMENTS, PREFIX = documents(), torch.tensor([13, 0, 3, 9], dtype=torch.int32)
+FIRST_ROW, RANGES = torch.tensor([0, 5, 6, 6], dtype=torch.int32), torch.full((46, 2), -1, dtype=torch.int32)
+RANGES[1:4], RANGES[20:33], RANGES[40:44] = (torch.tensor(x, dtype=torch.int32) for x in ([50, 70], [14, 26], [0, 3]))
 ANCESTORS = torch.randint(0, 2**31 - 1, (4, 40), generator=torch.Generator().manual_seed(7), dtype=torch.int32)
 
 
@@ -118,6 +120,15 @@ CASES = {
     ),
     "prefix_lm": Case(
         variants.prefix_lm, {"prefix": PREFIX}, sees=lambda at: (at.kv_idx < PREFIX[at.request]) | (at.distance <= 0)
+    ),
+    "causal_with_ranges": Case(
+        variants.causal_with_ranges,
+        {"ranges": RANGES, "first_row": FIRST_ROW, "causal_window": 11, "range_window": 0},
+        sees=lambda at: (
+            ((at.distance <= 0) & (at.distance >= -11))
+            | ((at.kv_idx >= RANGES[FIRST_ROW[at.request] + at.q_idx, 0].clamp(min=0))
+               & (at.kv_idx <= RANGES[FIRST_ROW[at.request] + at.q_idx, 1]))
+        ),
     ),
     "dilated_window": Case(
         variants.dilated_window, {"width": 5, "step": 3},

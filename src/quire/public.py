@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quire import attention as attention
 from quire import errors as errors
 from quire import jit as jit
-from quire.attention import batch, flex, selection
+from quire.attention import batch, flex, ranges, selection
 from quire.attention import cascade as cascade
 from quire.attention import decode as decode
 from quire.attention import mla as mla
@@ -23,6 +23,7 @@ from quire.attention.flex import *  # noqa: F403
 from quire.attention.mla import *  # noqa: F403
 from quire.attention.pod import *  # noqa: F403
 from quire.attention.prefill import *  # noqa: F403
+from quire.attention.ranges import *  # noqa: F403
 from quire.attention.selection import *  # noqa: F403
 from quire.attention.sparse import *  # noqa: F403
 from quire.attention.variants import get_alibi_slopes as get_alibi_slopes
@@ -58,6 +59,6 @@ if not TYPE_CHECKING:  # type checkers take names imported with *, or as themsel
         "quantization", "record", "rope", "seal", "sparse", "variants", "viz", "warmup", "xqa", "xqa_mla",
     ]  # fmt: skip
     for _module in (
-        batch, cascade, decode, errors, flex, mla, page, pod, prefill, quantization, rope, selection, sparse,
+        batch, cascade, decode, errors, flex, mla, page, pod, prefill, quantization, ranges, rope, selection, sparse,
     ):  # fmt: skip
         __all__ += _module.__all__

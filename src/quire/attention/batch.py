@@ -2,8 +2,6 @@
 
 The API of the wrappers for mixed batches and sinks is that of flashinfer.attention.
 
-The API is that of flashinfer.attention.
-
 In multi-head latent attention the keys and values of a cached prefix (head dims 192 and 128) are expanded from
 latents into separate tensors, for each chunk. The prefix and the new tokens are two levels of a cascade
 (core/cascade.h). On the CPU and on Hopper one launch computes the row tiles of both, and merges their results.

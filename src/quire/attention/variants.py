@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "alibi", "dilated_window", "document_mask", "get_alibi_slopes", "kerple", "noise", "prefix_lm", "relative_bias",
-    "sigmoid", "sigmoid_output", "sink_score", "soft_cap", "strided_window", "t5_bias", "temperature", "tree_mask",
+    "alibi", "causal_with_ranges", "dilated_window", "document_mask", "get_alibi_slopes", "kerple", "noise",
+    "prefix_lm", "relative_bias", "sigmoid", "sigmoid_output", "sink_score", "soft_cap", "strided_window", "t5_bias",
+    "temperature", "tree_mask",
 ]  # fmt: skip
 
 
@@ -155,6 +156,26 @@ def _prefix_lm(q_idx: Any, kv_idx: Any, request: Any, qo_len: Any, kv_len: Any, 
 
 #: All see the prefix of their request, and causally the rest. prefix: int32 [batch_size], its tokens.
 prefix_lm = Variant(mask=_prefix_lm, tensors={"prefix": "int32"})
+
+
+def _causal_with_ranges(
+    q_idx: Any, kv_idx: Any, request: Any, qo_len: Any, kv_len: Any, ranges: Any, first_row: Any, causal_window: Any,
+    range_window: Any,
+) -> Any:  # fmt: skip
+    past, row = -_distance(q_idx, kv_idx, qo_len, kv_len), first_row[request] + q_idx
+    is_causal = (past >= 0) & ((causal_window < 0) | (past <= causal_window))
+    is_in_range = (kv_idx >= ranges[row, 0]) & (kv_idx <= ranges[row, 1])
+    return is_causal | (is_in_range & ((range_window <= 0) | (past < range_window)))
+
+
+#: Causal, and each query also sees a range of keys in both directions, as the tokens of an image do: from ranges[row,
+#: 0] to ranges[row, 1], both included; (-1, -1) for none. ranges: int32 [nnz_qo, 2], in keys of the query's request;
+#: first_row: int32 [batch_size], qo_indptr without its last entry. causal_window: as window_left, of the causal part,
+#: -1 for none. range_window: how many keys of the past remain of a range, the query's own included; 0: all.
+causal_with_ranges = Variant(
+    mask=_causal_with_ranges, tensors={"ranges": "int32", "first_row": "int32"},
+    scalars={"causal_window": "int32", "range_window": "int32"},
+)  # fmt: skip
 
 
 def _dilated_window(q_idx: Any, kv_idx: Any, qo_len: Any, kv_len: Any, width: Any, step: Any) -> Any:

@@ -30,16 +30,19 @@ from quire.kernels.expressions.variant import Variant
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import PackbitsParams
 
-#: In jit_args: FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position.
-ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
+
+class SinkText(str):
+    """In jit_args: the C++ text of FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position."""
+
+    __slots__ = ()
+
+
+ATTENTION_SINK = SinkText("struct AttentionSink, which kernels of Quire have built in")
 
 
 def takes_sinks(jit_args: Any) -> bool:
-    """Whether `jit_args` declare FlashInfer's variant with sinks, by its text or that of quire.compat.flashinfer."""
-    if not isinstance(jit_args, (list, tuple)):
-        return False
-    names = tuple(jit_args[7:12:2]) if len(jit_args) == 13 else ()  # of tensors, numbers, and the C++ class
-    return names == (["sink"], ["sm_scale"], "AttentionSink") or any(value is ATTENTION_SINK for value in jit_args)
+    """Whether `jit_args` declare FlashInfer's variant with sinks, as provided by quire.compat.flashinfer."""
+    return isinstance(jit_args, (list, tuple)) and any(isinstance(value, SinkText) for value in jit_args)
 
 
 def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Variant | None:

@@ -21,7 +21,7 @@ from typing import Any
 import quire
 from quire import public
 from quire.compat.flashinfer import devices, fallback, plain_torch
-from quire.engine.operands import ATTENTION_SINK
+from quire.engine.operands import ATTENTION_SINK, SinkText
 from quire.errors import UnsupportedError
 from quire.kernels.features import DTYPES
 
@@ -36,7 +36,7 @@ MODULES = (
 #: Names that take modules of FlashInfer's JIT. An installed FlashInfer keeps its own, which run them; Quire's take a
 #: quire.Variant.
 _OF_JIT_MODULES = "_with_jit_module"
-#: The module with C++ texts. An installed FlashInfer keeps them; Quire knows them by their names.
+#: The module with C++ texts. Those of an installed FlashInfer stay, of a type that Quire recognises.
 _OF_TEXT = "jit.attention.variants"
 
 
@@ -322,7 +322,7 @@ class _Overlay(MetaPathFinder):
     def _replace_all(self) -> None:
         for tail, names in served().items():
             module = sys.modules.get(f"{_ROOT}.{tail}" if tail else _ROOT)
-            if module is None or tail == _OF_TEXT:
+            if module is None:
                 continue
             for name, value in names.items():
                 present = getattr(module, name, _MISSING)
@@ -336,7 +336,10 @@ class _Overlay(MetaPathFinder):
         for mine, theirs, made in self._laid:
             if mine is value and theirs is present:
                 return made
-        made = value if present is _MISSING else fallback.over(value, present)
+        if isinstance(value, dict) and isinstance(present, dict):
+            made = {name: SinkText(text) for name, text in present.items()}
+        else:
+            made = value if present is _MISSING else fallback.over(value, present)
         self._laid.append((value, present, made))
         return made
 
