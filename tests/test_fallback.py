@@ -244,7 +244,7 @@ class TestWrappers:
         plan_ragged(wrapper, p, plan={"sm_scale": None})
         sinks = torch.randn(4)
         p.check(wrapper.run(p.q, p.k, p.v, sinks, 0.2), sinks=sinks)
-        assert wrapper.run(p.q, p.k, p.v, sinks, 0.2, kv_cache_sf=sinks) == "theirs"
+        assert wrapper.run(p.q, p.k, p.v, sinks, 0.2, o_scale=2.0) == "theirs"
         assert wrapper._behind.wrapper().made_with[1]["jit_args"][-1] is text
         other = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_args=(*given, str(text) + " "))
         other.plan()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import nvfp4_cases
 import quire
 from calls import NOTHING, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import PagedCache, Problem, any_dtype, ints, workspace
@@ -136,6 +137,17 @@ def test_scales_and_types(device):
     assert torch.equal(out, got[0])
 
 
+def test_caches_of_4_bits(device):
+    p = problem(device, torch.bfloat16, **nvfp4_cases.SCALES)
+    cache, rows = nvfp4_cases.paged(p, nvfp4_cases.quantise(p), 16), ranges(p)
+    wrapper = quire.BatchPrefillWithCausalBidirectionalRangesWrapper(
+        workspace(device), head_dim_qk=64, head_dim_vo=64, kv_data_type=torch.uint8
+    )
+    wrapper.plan(ints(p.qo_indptr, device), *cache.tables(device), 4, 2, 64, 16, kv_data_type="nvfp4")
+    p.mask = visible(p, rows)
+    p.check(wrapper.run(p.q, cache.kv, rows, k_scale=p.k_scale, v_scale=p.v_scale, kv_cache_sf=cache.sf))
+
+
 def test_a_batch_without_queries(device):
     p = Problem((0, 0), (5, 0), dtype=any_dtype(device), device=device)
     cache = p.paged(16)
@@ -158,7 +170,7 @@ def test_wrong_arguments():
     ):
         with pytest.raises(quire.ValidationError, match=message):
             wrapper.run(p.q, cache.kv, *given)
-    with pytest.raises(quire.UnsupportedArgumentError, match="kv_cache_sf"):
+    with pytest.raises(quire.ValidationError, match="kv_cache_sf: expected None with keys and values of"):
         wrapper.run(p.q, cache.kv, rows, kv_cache_sf=rows)
     for name, value in (
         ("causal", True), ("window_left", 3), ("logits_soft_cap", 3.0), ("custom_mask", rows), ("prefix_len_ptr", rows),

@@ -18,7 +18,7 @@ from quire.engine.options import foreign
 from quire.engine.run import Result
 from quire.engine.tensors import PagedCache
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.features import dtype_of
+from quire.kernels.features import dtype_of, kv_dtype_of
 
 __all__ = ["BatchPrefillWithCausalBidirectionalRangesWrapper"]
 
@@ -59,7 +59,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         super().__init__(float_workspace_buffer, kv_layout, backend=backend, variant=causal_with_ranges)
         self._built: dict[str, Any] = {
             "q_data_type": dtype_of(q_data_type, "q_data_type").torch,
-            "kv_data_type": dtype_of(kv_data_type, "kv_data_type").torch,
+            "kv_data_type": kv_dtype_of(kv_data_type, "kv_data_type").torch,
             "o_data_type": dtype_of(q_data_type if o_data_type is None else o_data_type, "o_data_type").torch,
             "head_dim_vo": check_positive(head_dim_vo, "head_dim_vo"),
             "head_dim_qk": check_positive(head_dim_qk, "head_dim_qk"),
@@ -88,8 +88,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         if logits_soft_cap:
             refuse(logits_soft_cap=logits_soft_cap)
         told: dict[str, Any] = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
-        for name, kind in (("q", q_data_type), ("kv", kv_data_type), ("o", o_data_type)):
-            told[f"{name}_data_type"] = None if kind is None else dtype_of(kind, f"{name}_data_type").torch
+        for name, kind in (("q_data_type", q_data_type), ("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
+            known = kv_dtype_of if name == "kv_data_type" else dtype_of
+            told[name] = None if kind is None else known(kind, name).torch
         for name, value in told.items():
             if value is not None and value != self._built[name]:
                 raise ValidationError(
@@ -108,7 +109,6 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
     begin_forward = plan  # type: ignore[assignment]
 
-    @foreign(refused="kv_cache_sf")
     def run(  # type: ignore[override]  # as in the surface
         self, q: torch.Tensor, paged_kv_cache: PagedCache, bidirectional_ranges: torch.Tensor,
         causal_window_left: int = -1, range_window_left: int = -1, q_scale: float | None = None,
@@ -124,6 +124,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             has written to. If other code writes to the tensor, call plan() again.
         causal_window_left: of the keys up to the query's own the last causal_window_left + 1 are seen; -1: all.
         range_window_left: of a range only keys are seen that are less than so many before the query; -1 or 0: all.
+        kv_cache_sf: scales of a cache of 4 bits, as in the paged prefill wrapper.
         """
         rows = check_tensor(bidirectional_ranges, "bidirectional_ranges")
         windows = (
@@ -137,7 +138,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             self._seen = seen
         return super().run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-            return_lse=return_lse, enable_pdl=enable_pdl,
+            return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
     def forward(self, *args: Any, **options: Any) -> Result:
