@@ -267,6 +267,23 @@ class TestWrappers:
         assert wrapper.run(1) == "theirs" and wrapper.planned_with[1] == {"q_data_type": torch.bfloat16}
         assert "reads _plan_info, which is FlashInfer's own" in left()[0]
 
+    def test_data_of_plans_is_theirs(self, flashinfer: Any) -> None:
+        """It may be handed to FlashInfer, and Quire reads it."""
+        kind = flashinfer.mla.MLAPlanMetadata
+        assert kind is not quire.mla.MLAPlanMetadata and kind.__module__ == "flashinfer.mla"
+        metadata, p = kind(), Problem((1,), (1,))
+        for name in ("cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"):
+            setattr(metadata, name, None)
+        indptr, one = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr = indptr, indptr, one - 1, one
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+        types = {"q_data_type": p.dtype, "kv_data_type": p.dtype}
+        heads = {"num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 1}
+        wrapper.plan(metadata=metadata, causal=False, sm_scale=0.1, **heads, **types)
+        cache = torch.randn(1, 1, 576)
+        o = wrapper.run(query=torch.randn(1, 16, 576), kv_cache=cache)
+        torch.testing.assert_close(o, cache[:, :, :512].expand(1, 16, 512))
+
     def test_sizes_of_workspaces(self, flashinfer: Any) -> None:
         p = Problem((3, 7), (40, 7), causal=True)
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))

@@ -26,9 +26,11 @@ _INTERNALS = {"BatchMLAPagedAttentionWrapper": ("_plan_info", "_planned_backend"
 
 
 def over(ours: Any, theirs: Any) -> Any:
-    """`ours` with `theirs` behind it; `ours` alone if they are not of one kind."""
+    """`ours` with `theirs` behind it; `ours` alone if they are not of one kind, and `theirs` if it holds only data,
+    which both can read.
+    """
     if inspect.isclass(ours) and inspect.isclass(theirs):
-        return _class_over(ours, theirs)
+        return _class_over(ours, theirs) if any(hasattr(ours, name) for name in _PLANNING) else theirs
     if inspect.isfunction(ours) and callable(theirs) and not inspect.isclass(theirs):
         return _function_over(ours, theirs)
     return ours
