@@ -165,7 +165,7 @@ def test_a_timeline_needs_a_kernel_that_notes_times() -> None:
     variant = quire.Variant(score=lambda score: score * 2)
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), variant=variant)
     wrapper.plan(offsets([5]), offsets([5]), 2, 2, 64, q_data_type=torch.float32)
-    with pytest.raises(quire.UnsupportedError, match="no timed ones"):
+    with pytest.raises(quire.UnsupportedError, match="custom variants cannot be timed"):
         quire.viz.timeline(wrapper, *torch.randn(3, 5, 2, 64))
     latents = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     latents.plan(
