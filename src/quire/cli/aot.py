@@ -79,7 +79,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "speculative": {"masks": ("causal", "tree", "tree+window"), "page_sizes": (16,)},
     "positions": {"masks": ("none+alibi", "causal+alibi", "none+rope", "causal+rope"), "page_sizes": (16,)},
     "fp8": {"head_dims": ((64, 64), (128, 128)), "kv_dtypes": ("e4m3",), "page_sizes": (16,)},
-    "nvfp4": {"head_dims": ((64, 64), (128, 128)), "kv_dtypes": ("nvfp4",), "page_sizes": (16,)},
+    "nvfp4": {"head_dims": ((128, 128),), "kv_dtypes": ("nvfp4",), "page_sizes": (16,)},
 }
 
 
