@@ -25,6 +25,7 @@ TESTS = (
     "test_mla.py::test_heads[cpu-quire:cpu-float32-1]",
     "test_page.py::test_append[cpu-float32-1-NHD-tensor]",
     "test_page_selection.py::test_all_pages_are_plain_decode[cpu-float32]",
+    "test_nvfp4_append.py::test_positions_in_requests[cpu-float32-1-64-NHD-dense]",
     "test_quantization.py",
     "test_rope.py::test_rotation[cpu-float32-64-None-False-contiguous]",
     "test_rope_append.py::test_prologue[cpu-float32-plain-NHD-tensor-as tokens]",

@@ -4,7 +4,7 @@ Each row is one call as vLLM and SGLang make it, with the same arguments for bot
 before anything is timed. Then both take turns, each call in a CUDA graph of its own, timed by events, out of a cold L2;
 the host's time of an eager call follows.
 
-    python benchmarks/flash_attn_interface.py --json results/flash_attn_interface.json
+    python benchmarks/engine_calls.py --json results/engine_calls.json
 
 The exit status is 1 if results differ, or a call of quire fails.
 """
