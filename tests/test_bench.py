@@ -171,10 +171,10 @@ def test_verdicts(ratios: list[float], verdict: str, record: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "verdict"), [(1.05, "slower"), (1.0, "equal")])
-def test_ten_of_ten(factor: float, verdict: str, record: Path, tmp_path: Path) -> None:
+def test_four_of_four(factor: float, verdict: str, record: Path, tmp_path: Path) -> None:
     """A made-up regression of 5 % is found, and equal versions are never said to be slower.
 
-    On an idle machine each of ten is found. Beside other tests noise leaves some unclear, which is no wrong answer.
+    On an idle machine each of ten was found. Beside other tests noise leaves some unclear, which is no wrong answer.
     """
     batches, _ = read_batches(record, 9)
     other = sys.executable if factor == 1.0 else python_with(tmp_path, factor)
@@ -184,7 +184,7 @@ def test_ten_of_ten(factor: float, verdict: str, record: Path, tmp_path: Path) -
             workers = [stack.enter_context(Worker(python, 1)) for python in (sys.executable, other)]
             for worker in workers:
                 worker.wait()
-            for _ in range(5):
+            for _ in range(2):
                 rows = [Row(batch) for batch in batches]
                 measure(rows, workers, 30, 0.01)
                 verdicts.append([_judge(row, {}, 0.03)["verdict"] for row in rows])
@@ -192,7 +192,7 @@ def test_ten_of_ten(factor: float, verdict: str, record: Path, tmp_path: Path) -
         assert not any("slower" in found for found in verdicts), verdicts
     else:
         assert not any("faster" in found for found in verdicts), verdicts
-    assert sum(verdict in found for found in verdicts) >= 3, verdicts
+    assert sum(verdict in found for found in verdicts) >= 2, verdicts
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_the_command_finds_the_slower_version_within_its_time(
 
 @pytest.mark.slow
 def test_a_saved_result_can_be_compared_with(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved, command = tmp_path / "result.json", ["bench", "--recorded", str(record), "--seconds", "25", "--json"]
+    saved, command = tmp_path / "result.json", ["bench", "--recorded", str(record), "--seconds", "15", "--json"]
     assert cli.main([*command, "--save", str(saved)]) == 0
     capsys.readouterr()
     slow = python_with(tmp_path, 1.6)
