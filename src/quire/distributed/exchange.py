@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from quire.cache.merge import merge_state, merge_states
-from quire.engine.checks import check_flags, check_shape, check_tensor
+from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor
 from quire.errors import PlanError, UnsupportedError, ValidationError
 
 #: Arguments of plan() that count from where a token stands in its request, which a rank's part does not say.
@@ -62,7 +62,7 @@ def peer_memory(
 
 def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> None:
     """Check that all ranks can have the same number of heads."""
-    if num_heads % ranks.size:
+    if check_positive(num_heads, name) % ranks.size:
         raise ValidationError(
             f"{name}: expected a multiple of {ranks.size}, the size of the group, got {num_heads}; {instead}."
         )

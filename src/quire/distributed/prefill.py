@@ -20,7 +20,7 @@ from quire.distributed.exchange import (
     ranks_of,
     refuse_positions,
 )
-from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
+from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices, is_choice
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError
 
@@ -60,7 +60,7 @@ class ZigzagPrefill:
         self._page_size = check_positive(page_size, "page_size")
         if page_size > _MOST_TOKENS:
             raise ValidationError(f"page_size: expected at most {_MOST_TOKENS} tokens, got {page_size}.")
-        if num_gathers not in (1, 2):
+        if not is_choice(num_gathers, (1, 2)):
             raise ValidationError(f"num_gathers: expected 1 or 2, got {num_gathers!r}.")
         self._own = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, backend=backend)
         halves = (_HALVES,) if num_gathers == 1 else tuple((half,) for half in _HALVES)
