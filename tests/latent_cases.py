@@ -240,7 +240,7 @@ def mla_wrapper(rng: random.Random) -> Case:
         return as_results(w.run(**given(a, *names, "sinks", "ckv_scale", "kpe_scale")))
 
     def check(a: Args, results: Results) -> None:
-        cache = a["kv_cache"] if "kv_cache" in a else torch.cat((a["ckv_cache"], a["kpe_cache"]), -1)
+        cache = a["kv_cache"] if "kv_cache" in a else joined(a["ckv_cache"], a["kpe_cache"])
         require(cache.dim() == 3 and cache.shape[1] == whole(a["page_size"]), "pages of another size")
         ends, table = offsets(a["kv_indptr"], of_a_part=True), integers(a["kv_indices"])
         require(ends[-1] <= len(table), "page numbers that are missing")
@@ -260,6 +260,12 @@ def mla_wrapper(rng: random.Random) -> Case:
         )  # fmt: skip
 
     return Case("BatchMLAPagedAttentionWrapper", args, invoke, check, frozenset({"out", "float_workspace_buffer"}))
+
+
+def joined(latents: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Rows of both parts of a cache; where one part has fewer pages, none has a page that the other lacks."""
+    pages = min(len(latents), len(rest))
+    return torch.cat((latents[:pages], rest[:pages]), -1)
 
 
 def table_mla(rng: random.Random) -> Case:

@@ -304,6 +304,8 @@ def check_errors() -> None:
     none = torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     with pytest.raises(quire.ValidationError, match=rf"num_qo_heads: expected a multiple of {size}.*got 7.*all_gather"):
         call.plan(torch.tensor([5]), *none, 7, 7, 64, 16)
+    with pytest.raises(quire.ValidationError, match="num_qo_heads: expected"):
+        call.plan(torch.tensor([5]), *none, torch.tensor([6, 6]), 6, 64, 16)
     with pytest.raises(quire.ValidationError, match=r"seq_lens: expected the same .* 30 on rank|seq_lens.*rank 1"):
         call.plan(torch.tensor([30 + rank]), *none, 6, 6, 64, 16, check_ranks=True)
     with pytest.raises(quire.ValidationError, match="indptr: expected 1 pages for request 0, of whose tokens"):
@@ -330,6 +332,8 @@ def check_errors() -> None:
             planless()
     with pytest.raises(quire.ValidationError, match="num_gathers: expected 1 or 2, got 3"):
         ZigzagPrefill(workspace("cpu"), num_gathers=3)
+    with pytest.raises(quire.ValidationError, match="num_gathers: expected 1 or 2, got tensor"):
+        ZigzagPrefill(workspace("cpu"), num_gathers=torch.tensor([1, 2]))
     with pytest.raises(quire.ValidationError, match="exchange: expected one of all_gather, peer_memory, got 'ring'"):
         ZigzagPrefill(workspace("cpu"), exchange="ring")
     with pytest.raises(quire.UnsupportedError, match="exchange: 'peer_memory' is for GPUs"):
