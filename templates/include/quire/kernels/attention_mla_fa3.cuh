@@ -14,8 +14,9 @@
 //
 // No warp only loads. A half of ckv's columns is reloaded by the warpgroup that has used it up, by the copy engine
 // where pages are boxes, else token by token (tile/hopper/mla_loader.cuh). In sparse attention, pages of one
-// token are the indices of the tokens that a query sees. Latents of 8 bits are also loaded token by token, and widened
-// in place (tile/hopper/mla_widen.cuh).
+// token are the indices of the tokens that a query sees. Latents of 8 bits are loaded and widened token by token, by a
+// fourth warpgroup (tile/hopper/mla_widen.cuh). It takes the registers of queries, which then lie in shared memory in
+// the place of the third KV tile.
 //
 // Schedule: persistent CTAs, one per SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
 // at the same time, once from memory. The last warpgroup takes work tiles when it starts to load them, up to three KV
@@ -38,10 +39,13 @@ class AttentionMlaFa3 {
   using TileCkv = typename Cta::TileCkv;
   using Source = MlaSource<V>;
 
-  // Registers a thread: 504 for a thread of each warpgroup.
-  static constexpr int kScoreRegisters = 184, kValueRegisters = 160;
-  static_assert(kScoreRegisters + 2 * kValueRegisters <= 65536 / Cta::kThreads / 8 * 8 * 3,
+  // Registers a thread: of the warpgroup of S, of those of O, and of the one that widens.
+  static constexpr int kScoreRegisters = Cta::kWidens ? 64 : 184, kValueRegisters = 160, kWidenRegisters = 128;
+  static_assert(kScoreRegisters + 2 * kValueRegisters + (Cta::kWidens ? kWidenRegisters : 0) <=
+                    65536 / Cta::kThreads / 8 * 8 * (Cta::kThreads / 128),
                 "the warps ask for more registers than the launch has, and would wait for them forever");
+  // Columns of an instruction: ptxas takes 256 only where a launch of these threads leaves each 154 registers.
+  static constexpr int kProductCols = Cta::kWidens ? Cta::kHalfCols / 2 : Cta::kHalfCols;
 
  public:
   static constexpr int kTileRows = Cta::kTileRows, kTileKv = Cta::kTileKv;
@@ -61,12 +65,23 @@ class AttentionMlaFa3 {
     if (threadIdx.x == Cta::kThreads - 64) prefetch_row_tiles(p.base);
     __syncthreads();
     ptx::launch_dependents();
-    if (Cta::warpgroup() == 0) {
+    if constexpr (Cta::kWidens) {
+      if (Cta::warpgroup() == 0) {
+        ptx::give_registers<kScoreRegisters>();
+        MlaScores<V>(cta).run();
+      } else if (Cta::warpgroup() > 2) {
+        ptx::give_registers<kWidenRegisters>();
+        Source(cta).run();
+      } else {
+        ptx::take_registers<kValueRegisters>();
+        AttentionMlaFa3(cta).compute_values(NoSource{cta});
+      }
+    } else if (Cta::warpgroup() == 0) {
       ptx::take_registers<kScoreRegisters>();
       MlaScores<V>(cta).run();
     } else {
       ptx::give_registers<kValueRegisters>();
-      AttentionMlaFa3(cta).compute_values();
+      AttentionMlaFa3(cta).compute_values(Source(cta));
     }
   }
 
@@ -75,9 +90,22 @@ class AttentionMlaFa3 {
 
   QUIRE_DEVICE explicit AttentionMlaFa3(const Cta& cta) : cta_(cta) {}
 
+  // In the place of a source, where another warpgroup loads.
+  struct NoSource {
+    const Cta& cta;
+
+    QUIRE_DEVICE void load_first_tiles() const {}
+    QUIRE_DEVICE void beside_product(RingPosition<2>) const {}
+    QUIRE_DEVICE void after_product(RingPosition<2>, int stage) const {
+      const uint32_t barrier = cta.ckv_free(stage, Cta::half_of_o());
+      if (ptx::lane_id() == 0) ptx::mbarrier_arrive(barrier);
+    }
+    QUIRE_DEVICE void finish() const {}
+  };
+
   // The warpgroups of O: half of the columns each.
-  QUIRE_DEVICE void compute_values() const {
-    Source source(cta_);
+  template <class Keys>
+  QUIRE_DEVICE void compute_values(Keys source) const {
     source.load_first_tiles();
     RingPosition<Cta::kWorkStages> at;
     RingPosition<2> kpe;  // counts KV tiles
@@ -98,17 +126,17 @@ class AttentionMlaFa3 {
 
   // Computes o += p ckv of a KV tile, and loads another KV tile in its place. Returns whether it was the work tile's
   // last one.
-  QUIRE_DEVICE bool add_tile(float (&o)[Cta::kHalfCols / 2], RingPosition<2> kpe, Source& source) const {
+  template <class Keys>
+  QUIRE_DEVICE bool add_tile(float (&o)[Cta::kHalfCols / 2], RingPosition<2> kpe, Keys& source) const {
     const int stage = kpe.count % Cta::kStages;
-    source.before_product(kpe);
     // Start O += P V as soon as the weights are there.
     const bool is_last = start_values(o, kpe, stage);
-    // Find or widen a later KV tile meanwhile.
+    // Find a later KV tile meanwhile.
     source.beside_product(kpe);
     // Wait for O.
     ptx::wgmma_wait<0>();
     ptx::pin(o);
-    // Release V and the weights, and load into their places.
+    // Release V and the weights, or load into their places.
     source.after_product(kpe, stage);
     return is_last;
   }
@@ -130,8 +158,12 @@ class AttentionMlaFa3 {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Cta::kTileKv / 16; ++i) {
-      ptx::Wgmma<Cta::kHalfCols>::template ss<ptx::Contiguous::kN>(T{}, o, weights.at(i * 32), values.at(i * 16 * 128),
-                                                                   1);
+#pragma unroll
+      for (int col = 0; col < Cta::kHalfCols; col += kProductCols) {
+        ptx::Wgmma<kProductCols>::template ss<ptx::Contiguous::kN>(
+            T{}, reinterpret_cast<float (&)[kProductCols / 2]>(o[col / 2]), weights.at(i * 32),
+            values.at(i * 16 * 128 + col / 64 * TileCkv::kAtomBytes), 1);
+      }
     }
     ptx::wgmma_commit();
     return (flags & Cta::kIsLast) != 0;

@@ -37,6 +37,15 @@ QUIRE_DEVICE uint32_t ld_global_constant(const uint32_t* src) {
   return x;
 }
 
+// 16 bytes of memory that nobody writes meanwhile, read once.
+QUIRE_DEVICE uint4 ld_global_16_once(const void* src) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(src));
+  return x;
+}
+
 QUIRE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's latest groups are incomplete.

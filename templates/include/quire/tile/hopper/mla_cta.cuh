@@ -24,7 +24,8 @@ struct MlaCta {
   static_assert(kTileRows % kRows == 0 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
   static_assert(kv_load_path<V>() != KvLoadPath::kRagged, "keys are in pages");
 
-  static constexpr int kThreads = 384, kMinCtas = 1;
+  // Latents of 8 bits are widened by a fourth warpgroup.
+  static constexpr int kThreads = kWidens ? 512 : 384, kMinCtas = 1;
 
   // Pages are boxes of the copy engine, or tokens are gathered one by one.
   static constexpr bool kGathers = kv_load_path<V>() == KvLoadPath::kGather;
@@ -34,14 +35,16 @@ struct MlaCta {
   using TileKpe = SwizzledTile<kTileKv, kKpe>;
 
   static constexpr int kHalves = 2, kHalfCols = kCkv / kHalves;
-  static constexpr int kWorkStages = 4;  // a half is loaded up to three work tiles ahead
-  static constexpr int kStages = 3;      // of ckv
-  static constexpr int kParts = 4;       // of a ckv stage, with a full barrier each: S starts with the first
+  static constexpr int kWorkStages = 4;            // a half is loaded up to three work tiles ahead
+  static constexpr int kStages = kWidens ? 2 : 3;  // of ckv
+  static constexpr int kParts = 4;                 // of a ckv stage, with a full barrier each: S starts with the first
   static constexpr int kPartBytes = TileCkv::kBytes / kParts;
   // Row tiles of 64 rows wait for memory: their weights are handed on at once, which frees stages sooner.
-  static constexpr bool kHandsOnAtOnce = kCtasPerTile == 1;
-  // Steps of 16 columns: of S in all, those whose queries are in registers, and the ones before those.
-  static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = 28, kFirstSteps = 4;
+  // With two stages of widened latents the next KV tile waits for their release, too.
+  static constexpr bool kHandsOnAtOnce = kCtasPerTile == 1 || kWidens;
+  // Steps of 16 columns: of S in all, those whose queries are in registers, and the ones before those. Where a
+  // warpgroup widens latents, it has the registers that queries would take, and two stages leave space for queries.
+  static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = kWidens ? 0 : 28, kFirstSteps = 4;
   using TileP = TileKpe;  // weights, in the place of the kpe that they were computed with
   using TileQ = SwizzledTile<kRows, (kSteps - kHeldSteps) * 16>;  // the other queries
 
@@ -50,7 +53,7 @@ struct MlaCta {
   static constexpr int kBoxRows = kGathers ? kTileKv : gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
   static constexpr int kBoxAtoms = kBoxes == 1 ? TileCkv::kAtoms / kParts : 1;
   static_assert(kBoxes <= 4, "a warpgroup has four warps");
-  static constexpr int kLoaders = kGathers ? 4 : kBoxes;  // warps of a warpgroup of O that load
+  static constexpr int kLoaders = kGathers ? 4 : kBoxes;  // warps of a warpgroup that load
 
   // Where a warp's box of a KV tile lies; boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
   struct Box {
@@ -70,17 +73,17 @@ struct MlaCta {
   // Row states on their way from the warpgroup of S to those of O.
   struct Shared {
     Stage work[kWorkStages];
-    float2 states[2][kRows];            // of a work tile, of which this ring has one each: maximum and denominator
-    float factors[2][kRows];            // that o is multiplied by before a KV tile, if kIsRaised in the rows' warp
-    int flags[2][4];                    // of a KV tile and a warp
-    NextTile next[kHalves * kLoaders];  // each warp that loads has its own
-    Box put_off[kBoxes];                // of kpe; row -1: there is none
-    int number;                         // of the last whole row tile taken
-    int turn;                           // at merging
+    float2 states[2][kRows];  // of a work tile, of which this ring has one each: maximum and denominator
+    float factors[2][kRows];  // that o is multiplied by before a KV tile, if kIsRaised in the rows' warp
+    int flags[2][4];          // of a KV tile and a warp
+    NextTile next[kWidens ? kLoaders : kHalves * kLoaders];  // each warp that loads has its own
+    Box put_off[kBoxes];                                     // of kpe; row -1: there is none
+    int number;                                              // of the last whole row tile taken
+    int turn;                                                // at merging
     alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
     unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<2>::kBytes];
     unsigned char states_barriers[RingBarriers<2>::kBytes];
-    uint64_t ckv_barriers[kStages * kParts];
+    uint64_t ckv_barriers[kStages * kParts], free_barriers[kWidens ? kStages * kHalves : 1];
     uint64_t first_tile_barrier, queries_barrier;  // the first KV tile is on its way; the first queries are there
   };
   static constexpr int kKpeAt = kStages * TileCkv::kBytes;
@@ -124,23 +127,32 @@ struct MlaCta {
     return ring<1>(__builtin_offsetof(Shared, ckv_barriers)).base + 8 * (stage * kParts + part);
   }
 
-  // Stages of ckv have no empty barriers: who has used a half reloads it. `weights` has none either, because weights
-  // take the place of a kpe that was loaded.
+  // With kWidens: a half of a stage is free when the four warps of O that read it have arrived.
+  QUIRE_DEVICE uint32_t ckv_free(int stage, int half) const {
+    return ring<1>(__builtin_offsetof(Shared, free_barriers)).base + 8 * (stage * kHalves + half);
+  }
+
+  // Without kWidens, stages of ckv have no empty barriers: who has used a half reloads it. `weights` has none either,
+  // because weights take the place of a kpe that was loaded.
   QUIRE_DEVICE void init_barriers() const {
-    constexpr int kArrivals = kGathers ? 128 : 1;  // threads that gather, or the copy engine
+    // Warps that widen, threads that gather, or the copy engine.
+    constexpr int kArrivals = kWidens ? kLoaders : kGathers ? 128 : 1;
     work_ring().init(1, kThreads / 32);
-    kpe_ring().init(kArrivals, kHalves);
+    kpe_ring().init(kWidens && V::kTileScales != 0 ? 32 * kLoaders : kArrivals,
+                    kHalves);  // kpe beside scales is gathered
     weights_ring().init(4, 1);
     states_ring().init(4, 8);
     for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), kArrivals + arrivals_of_gaps(i));
+    for (int i = 0; kWidens && i < kStages * kHalves; ++i) ptx::mbarrier_init(ckv_free(0, i), 4);
     ptx::mbarrier_init(queries_barrier(), 4);
     ptx::mbarrier_init(first_tile_barrier(), kHalves);
     ptx::fence_mbarrier_init();
   }
 
-  // Gathered parts come two at a time. With the latter ones come the gaps, which four warps have noted.
+  // Gathered parts come two at a time. With the latter ones come the gaps, which four warps have noted: those that
+  // widen before they arrive.
   QUIRE_DEVICE static constexpr int arrivals_of_gaps(int part) {
-    return kGathers && part % kParts == kParts / kHalves ? 4 : 0;
+    return kGathers && !kWidens && part % kParts == kParts / kHalves ? 4 : 0;
   }
 
   QUIRE_DEVICE static int warpgroup() { return ptx::uniform(ptx::thread_id() / 128); }
@@ -191,13 +203,17 @@ struct MlaCta {
   // the last half's first one takes work tiles, too.
   template <class Source, class Place>
   QUIRE_DEVICE bool find_next(bool is_first, const Source& source, Place& place) const {
-    const int half = half_of_o();
-    NextTile& shared_next = shared.next[half * kLoaders + warp_of_group() % kLoaders];
+    const int half = kWidens ? kHalves - 1 : half_of_o();
+    NextTile& shared_next = shared.next[(kWidens ? 0 : half * kLoaders) + warp_of_group() % kLoaders];
     NextTile next = is_first ? NextTile{} : shared_next;
     __syncwarp();
     if (!is_first && next.end == 0) return false;
     if (is_first || ++next.tile == next.end) {
-      if (!is_first) next.at.advance();
+      if (!is_first && kWidens) {
+        release_work_tile(next.at);
+      } else if (!is_first) {
+        next.at.advance();
+      }
       if (half == kHalves - 1 && warp_of_group() == 0) schedule(next.at, is_first);
       work_ring().wait_full(next.at);
       const Stage& stage = shared.work[next.at.stage()];

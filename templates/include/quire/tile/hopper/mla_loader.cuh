@@ -39,8 +39,7 @@ class MlaSource<V, KvLoadPath::kPages, false> {
     }
   }
 
-  // Before, beside and after the product of a half with a KV tile, in whose place the next one comes.
-  QUIRE_DEVICE void before_product(RingPosition<2>) const {}
+  // Beside and after the product of a half with a KV tile, in whose place the next one comes.
   QUIRE_DEVICE void beside_product(RingPosition<2>) {
     exists_ = false;
     if (Cta::loads()) exists_ = cta_.find_next(false, *this, box_);
@@ -147,8 +146,7 @@ class MlaSource<V, KvLoadPath::kGather, false> {
     }
   }
 
-  // Before, beside and after the product of a half with a KV tile, in whose place the next one comes.
-  QUIRE_DEVICE void before_product(RingPosition<2>) const {}
+  // Beside and after the product of a half with a KV tile, in whose place the next one comes.
   QUIRE_DEVICE void beside_product(RingPosition<2>) {
     token_ = {};
     exists_ = cta_.find_next(false, *this, token_);

@@ -17,7 +17,7 @@ class MlaScores {
   using TileQ = typename Cta::TileQ;
 
   struct Scores {
-    uint32_t q[Cta::kHeldSteps][4];
+    uint32_t q[max(Cta::kHeldSteps, 1)][4];
     WarpgroupSoftmax softmax;
     float most[V::kMaxLogits != 0 ? 2 : 1];  // with kMaxLogits: the largest logits of this lane's part of its rows
     uint32_t weights[Cta::kTileKv / 4];      // of the latest KV tile, two a register
@@ -40,7 +40,9 @@ class MlaScores {
       const WorkTile& work = cta_.shared.work[at.stage()].work;
       Scores scores;
       scores.weights_to = BlockCursor<TileP>(cta_.weights_tile(0), ptx::lane_id()).at(Cta::warp_of_group(), 0);
-      if (Cta::kGathers || at.count > 0) {
+      if constexpr (Cta::kHeldSteps == 0) {
+        copy_queries(work);
+      } else if (Cta::kGathers || at.count > 0) {
         load_queries(scores, work);
       } else {
         load_first_queries(scores, work);
@@ -111,7 +113,7 @@ class MlaScores {
     pin(s, scores);
 #pragma unroll
     for (int part = 0; part < Cta::kParts; ++part) {
-      if (!Cta::kGathers || part % (Cta::kParts / Cta::kHalves) == 0) {
+      if (!Cta::kGathers || Cta::kWidens || part % (Cta::kParts / Cta::kHalves) == 0) {
         ptx::mbarrier_wait(cta_.ckv_full(ckv.stage(), part), ckv.parity());
         order_gathered();
       }
@@ -299,6 +301,18 @@ class MlaScores {
       for (int i = 0; i < 4; ++i) ptx::cp_async_16(tile.chunk(row + i * 4, atom * 8 + lane % 8), at[i] + from * 8);
     }
   };
+
+  // All to shared memory, where each warp has read the last of the work tile before.
+  QUIRE_DEVICE void copy_queries(const WorkTile& work) const {
+    const int row = Cta::warp_of_group() * 16 + ptx::lane_id() % 16;
+    const RowsToCopy nope(cta_.nope_row(work, row)), pe(cta_.pe_row(work, row));
+#pragma unroll
+    for (int i = 0; i < Cta::kCkv / 64; ++i) nope.copy(cta_.q_tile(), i, i);
+    pe.copy(cta_.q_tile(), 0, Cta::kCkv / 64);
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(Cta::kScore, 128);
+  }
 
   // The first work tile's, by way of the last stage of ckv, which is empty: all on their way together. The first KV
   // tile is requested before them: page numbers and requests would have to wait behind so many copies.
