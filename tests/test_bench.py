@@ -171,7 +171,7 @@ def test_verdicts(ratios: list[float], verdict: str, record: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "verdict"), [(1.05, "slower"), (1.0, "equal")])
-def test_four_of_four(factor: float, verdict: str, record: Path, tmp_path: Path) -> None:
+def test_two_of_two(factor: float, verdict: str, record: Path, tmp_path: Path) -> None:
     """A made-up regression of 5 % is found, and equal versions are never said to be slower.
 
     On an idle machine each of ten was found. Beside other tests noise leaves some unclear, which is no wrong answer.
@@ -179,20 +179,17 @@ def test_four_of_four(factor: float, verdict: str, record: Path, tmp_path: Path)
     batches, _ = read_batches(record, 9)
     other = sys.executable if factor == 1.0 else python_with(tmp_path, factor)
     verdicts = []
-    for _ in range(2):  # pairs of workers
-        with ExitStack() as stack:
-            workers = [stack.enter_context(Worker(python, 1)) for python in (sys.executable, other)]
-            for worker in workers:
-                worker.wait()
-            for _ in range(2):
-                rows = [Row(batch) for batch in batches]
-                measure(rows, workers, 30, 0.01)
-                verdicts.append([_judge(row, {}, 0.03)["verdict"] for row in rows])
-    if factor == 1.0:
-        assert not any("slower" in found for found in verdicts), verdicts
-    else:
-        assert not any("faster" in found for found in verdicts), verdicts
-    assert sum(verdict in found for found in verdicts) >= 2, verdicts
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(python, 1)) for python in (sys.executable, other)]
+        for worker in workers:
+            worker.wait()
+        for _ in range(2):
+            rows = [Row(batch) for batch in batches]
+            measure(rows, workers, 15, 0.015)
+            verdicts.append([_judge(row, {}, 0.03)["verdict"] for row in rows])
+    wrong = "slower" if factor == 1.0 else "faster"
+    assert not any(wrong in found for found in verdicts), verdicts
+    assert any(verdict in found for found in verdicts), verdicts
 
 
 @pytest.mark.slow
@@ -200,28 +197,28 @@ def test_the_command_finds_the_slower_version_within_its_time(
     record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = python_with(tmp_path, 1.25)
-    command = ["bench", "--recorded", str(record), "--seconds", "40", "--json"]
+    command = ["bench", "--recorded", str(record), "--json", "--limit", "6", "--seconds"]
     start = time.monotonic()
-    assert cli.main([*command, "--against", sys.executable, "--python", slow]) == 1
-    assert time.monotonic() - start < 60 + 40, "40 s and the start of its processes, beside other tests"
+    assert cli.main([*command, "30", "--against", sys.executable, "--python", slow]) == 1
+    assert time.monotonic() - start < 45 + 30, "30 s and the start of its processes, beside other tests"
     answer = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in answer["batches"]] == ["slower", "slower"]
     assert all(1.15 < row["ratio"] < 1.4 for row in answer["batches"])
-    assert cli.main([*command, "--against", slow]) == 0, "the other way round it is faster"
+    assert cli.main([*command, "15", "--against", slow]) == 0, "the other way round it is faster"
 
 
 @pytest.mark.slow
 def test_a_saved_result_can_be_compared_with(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved, command = tmp_path / "result.json", ["bench", "--recorded", str(record), "--seconds", "15", "--json"]
-    assert cli.main([*command, "--save", str(saved)]) == 0
+    saved, command = tmp_path / "result.json", ["bench", "--recorded", str(record), "--json", "--limit", "10"]
+    assert cli.main([*command, "--seconds", "12", "--save", str(saved)]) == 0
     capsys.readouterr()
     slow = python_with(tmp_path, 1.6)
-    assert cli.main([*command, "--against", str(saved), "--python", slow]) == 1
+    assert cli.main([*command, "--seconds", "12", "--against", str(saved), "--python", slow]) == 1
     assert {row["verdict"] for row in json.loads(capsys.readouterr().out)["batches"]} == {"slower"}
     result = json.loads(saved.read_text())
     result["about"]["device"] = "another processor"
     saved.write_text(json.dumps(result))
-    assert cli.main([*command, "--against", str(saved)]) == 2
+    assert cli.main([*command, "--seconds", "9999", "--against", str(saved)]) == 2, "before anything is measured"
     assert "expected a result of this device" in capsys.readouterr().err
 
 

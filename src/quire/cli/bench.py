@@ -180,9 +180,12 @@ def _round(row: Row, workers: Sequence[Worker], number: int) -> None:
 
 
 def compare(
-    rows: Sequence[Row], pythons: Sequence[str], seconds: float, limit: float, threads: int
+    rows: Sequence[Row], pythons: Sequence[str], seconds: float, limit: float, threads: int, device: str | None = None
 ) -> list[dict[str, Any]]:
-    """Measure rows in generations of workers within `seconds`; returns what the workers say of themselves."""
+    """Measure rows in generations of workers within `seconds`; returns what the workers say of themselves.
+
+    `device`: the one that they must run on; ValidationError before anything is measured on another.
+    """
     end, generations, about = time.monotonic() + seconds - _RESERVE, _GENERATIONS, list[dict[str, Any]]()
     for generation in range(_GENERATIONS):
         if generation >= generations:
@@ -191,6 +194,8 @@ def compare(
         with ExitStack() as stack:
             workers = [stack.enter_context(Worker(python, threads)) for python in pythons]
             about = [worker.wait().about for worker in workers]
+            if device not in (None, got := about[-1]["device"]):
+                raise ValidationError(f"bench --against: expected a result of this device, {got}, got one of {device}")
             if not generation:  # a third of the time may go into starts
                 generations = max(1, min(_GENERATIONS, int(seconds / 3 / (time.monotonic() - began))))
             left = (end - time.monotonic()) / (generations - generation)
@@ -261,10 +266,8 @@ def _bench(options: argparse.Namespace) -> int:
         saved = _read_result(Path(options.against))
     elif options.against is not None:
         pythons.insert(0, options.against)
-    about = compare(rows, pythons, options.seconds, options.limit, options.threads)
-    if saved and saved["about"]["device"] != about[-1]["device"]:
-        expected, got = saved["about"]["device"], about[-1]["device"]
-        raise ValidationError(f"bench --against: expected a result of this device, {got}, got one of {expected}")
+    device = saved["about"]["device"] if saved else None
+    about = compare(rows, pythons, options.seconds, options.limit, options.threads, device)
     judged = [_judge(row, saved, options.limit) for row in rows]
     if options.save is not None:
         _save(options.save, rows, about[-1])
