@@ -37,6 +37,8 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         kept = [places[place] for place in kept]
         if len(rows[0]) == 1 and _is_drawn(test[0]):
             kept = [number % len(test)]
+        if part := next(test[0].iter_markers("part"), None):
+            kept = kept[part.args[0] :: part.args[1]]
         left |= set(test) - {test[place] for place in kept}
     return left
 

@@ -15,6 +15,9 @@ from test_chunked_prefill import split
 from test_sparse import bsr, dense, listed, sizes
 from test_variants import CASES, joint
 
+# On the CPU, calls over levels and over lists of blocks have a part of the variants each: all of them rewrite a variant in
+# the same way, and test_variants.py has each with a plain call.
+
 #: Of the head alone, of distances, of requests, and masks.
 NAMES = ("soft_cap", "alibi", "relative_bias", "noise", "sink_score", "document_mask", "tree_mask")
 OF_PREFIXES = ("soft_cap", "alibi", "noise", "prefix_lm", "tree_mask")
@@ -31,6 +34,7 @@ def cascade(device, backend, variant, num_levels=3):
     return quire.MultiLevelCascadeAttentionWrapper(num_levels, workspace(device), backend=backend, variant=variant)
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_variants_over_levels(name, device, backend):
@@ -53,6 +57,7 @@ def test_levels_without_queries_and_keys(device, backend):
     p.check(wrapper.run(p.q, cache.kv, **case.on(device)[1]), **case.expected())
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_PREFIXES)
 def test_decode_with_shared_prefix(name, device, backend):
@@ -65,6 +70,7 @@ def test_decode_with_shared_prefix(name, device, backend):
     p.check(wrapper.forward(p.q, k, v, cache.kv, **joint(case, device)), **case.expected())
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_PREFIXES)
 def test_prefill_with_shared_prefix(name, device, backend):
@@ -77,6 +83,7 @@ def test_prefill_with_shared_prefix(name, device, backend):
     p.check(wrapper.forward(p.q, k, v, cache.kv, causal=True, **joint(case, device)), **case.expected())
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_over_a_prefix(name, device, backend):
@@ -97,6 +104,7 @@ def test_prefill_over_a_prefix(name, device, backend):
         wrapper.run(p.q, *split(p, prefix_lens), **of_run, other=1)
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "document_mask"])
 def test_levels_of_a_cuda_graph(name, device, backend):
@@ -165,7 +173,7 @@ def test_variants_of_the_head_alone_stay_as_they_are():
 # --- lists of blocks -------------------------------------------------------------------------------------------------
 
 #: Of the head alone, of distances, hashes of the place, and masks.
-OF_BLOCKS = ("soft_cap", "alibi", "relative_bias", "noise", "document_mask", "strided_window")
+OF_BLOCKS = ("soft_cap", "noise", "alibi", "relative_bias", "document_mask", "strided_window")
 ROWS, KEYS = 37, 60
 
 
@@ -176,6 +184,7 @@ def matrix(device: str, **options: object) -> tuple[Problem, torch.Tensor, torch
     return p, shown, dense(shown, sizes(ROWS, 16), sizes(KEYS, 8)).flatten()
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_BLOCKS)
@@ -190,6 +199,7 @@ def test_variants_of_blocks(name, order, device, backend):
     p.check(wrapper.forward(p.q, p.k, p.v, **of_run), mask=mask, **case.expected())
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -188,6 +188,19 @@ def test_each_value_alone_where_a_test_is_marked() -> None:
     assert len(kept) == 5 and [set(column) for column in zip(*kept, strict=True)] == [{0, 1, 2}, {0, 1, 2, 3, 4}]
 
 
+def test_tests_that_are_parts_have_all_values_between_them() -> None:
+    kept = [
+        test.values[0]
+        for part in range(3)
+        for tests in [[Collected("cpu", (n,), marks=(pytest.mark.part(part, 3),)) for n in range(7)]]
+        for test in tests
+        if test not in left_out(tests)
+    ]
+    assert kept == [0, 3, 6, 1, 4, 2, 5]
+    on_gpu = [Collected("cuda:0", (n,), marks=(pytest.mark.part(1, 3),)) for n in range(7)]
+    assert not left_out(on_gpu)
+
+
 def test_combinations_that_compile_a_variant_each_are_slow_but_for_the_first() -> None:
     marks = pytest.mark.first(2)
     tests = [
