@@ -59,16 +59,21 @@ def in_turns(rows: Sequence[Sequence[Hashable]], name: str) -> list[int]:
 def covering(rows: Sequence[Sequence[Hashable]], together: int) -> list[int]:
     """The places of some of `rows`: what stands in any `together` columns of a row stands there in one of these.
 
-    Each has the most that those before it lack. Of equals it is one whose first column's value is rarest in these, and
-    the first such: the same ones in every run.
+    Each has the most that those before it lack. Of equals it is one whose first column's value is rarest in these, then
+    one whose other values are rarest if none need meet, and the first such: the same ones in every run.
     """
     parts = [set(combinations(enumerate(row), together)) for row in rows]
-    missing, chosen, uses = set().union(*parts), [], Counter[Hashable]()
+    missing, chosen, uses = set().union(*parts), [], Counter[tuple[int, Hashable]]()
+
+    def merit(place: int) -> tuple[int, ...]:
+        first, *others = (-uses[value] for value in enumerate(rows[place]))
+        return len(parts[place] & missing), first, sum(others) if together == 1 else 0
+
     while missing:
-        best = max(range(len(rows)), key=lambda place: (len(parts[place] & missing), -uses[rows[place][0]]))
+        best = max(range(len(rows)), key=merit)
         chosen.append(best)
         missing -= parts[best]
-        uses[rows[best][0]] += 1
+        uses.update(enumerate(rows[best]))
     return sorted(chosen)
 
 

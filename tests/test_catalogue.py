@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from covering import covering
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, same_rows, variants_for_all_lengths
 from quire.kernels.features import (
@@ -46,8 +47,8 @@ def test_plans_are_looked_up_by_rows_that_kernels_tell_apart(target, dims):
     """A bound that same_rows() does not know would give a batch the kernel of its neighbour."""
     bf16 = dtype_of("bfloat16", "dtype")
     masks, splits = (MaskMode.NONE, MaskMode.CAUSAL, MaskMode.CUSTOM, MaskMode.TREE), (0, -1)
-    seen = set()
-    for mask, split, page_size, uniform in product(masks, splits, (0, 1, 16), (True, False)):
+    options, seen = [*product(masks, splits, (0, 1, 16), (True, False))], set()
+    for mask, split, page_size, uniform in (options[place] for place in covering(options, 2)):
         problem = AttentionProblem(target, bf16, bf16, bf16, *dims, page_size, mask, False, False, 1, uniform, split)
         answers = {rows: answer(replace(problem, rows=rows)) for rows in {*ROWS, *map(same_rows, ROWS)}}
         for rows in ROWS:

@@ -41,6 +41,7 @@ def test_cache_forms(device, backend, dtype, kv_layout, signature):
     p.check(*decode(p, p.paged(8, kv_layout, signature), backend))
 
 
+@pytest.mark.part(0, 3)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(device, backend, head_dim):
     dtype = torch.float16 if head_dim % 32 == 0 else torch.bfloat16

@@ -13,6 +13,7 @@ from calls import (
     no_synchronisation,
     plan_decode,
     plan_ragged,
+    prefill,
     prefill_paged,
     prefill_ragged,
     ragged_wrapper,
@@ -56,6 +57,7 @@ def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, signature):
     check_decode(p, p.paged(16, kv_layout, signature), backend)
 
 
+@pytest.mark.part(2, 3)
 @pytest.mark.first(2)
 @pytest.mark.each_value
 @KV_DTYPES
@@ -73,6 +75,7 @@ def test_group_sizes(device, backend, dtype, kv_dtype, group_size):
     check_decode(p, p.paged(16), backend)
 
 
+@pytest.mark.each_value
 @pytest.mark.first(1)
 @KV_DTYPES
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
@@ -82,6 +85,7 @@ def test_windows_and_soft_caps(device, backend, dtype, kv_dtype, window_left, so
     check_decode(p, p.paged(16), backend)
 
 
+@pytest.mark.each_value
 @pytest.mark.first(1)
 @KV_DTYPES
 @pytest.mark.parametrize("q_len", [2, 4, 8])
@@ -144,6 +148,7 @@ def test_appended_keys_are_the_cache(device, kv_dtype, head_dim):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.each_value
 @pytest.mark.first(1)
 @KV_DTYPES
 @pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128)])
@@ -158,6 +163,7 @@ def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):
     p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "options"), [
     (1, {}),
@@ -168,13 +174,12 @@ def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):
     (16, {"num_qo_heads": 10}),
     (64, {"pos_encoding_mode": "ALIBI", "head_dim": 64}),
 ])  # fmt: skip
-def test_long_prefill(device, backend, dtype, page_size, options):
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_long_prefill(device, backend, dtype, kind, page_size, options):
     """Many KV tiles and row tiles, requests without queries or with few keys, a group that divides no row tile."""
     options = {"causal": True, "head_dim": 128, "num_qo_heads": 8, "kv_dtype": E4M3, **options, **SCALES}
     p = Problem((400, 1, 0, 130), (800, 333, 70, 1000), dtype=dtype, device=device, **options)
-    plan = {"kv_data_type": p.kv_dtype}
-    p.check(*prefill_paged(p, p.paged(page_size), backend, plan=plan, run=scales(p)))
-    p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
+    p.check(*prefill(p, kind, backend, page_size=page_size, plan={"kv_data_type": p.kv_dtype}, run=scales(p)))
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def kernels_of_wide_heads(backend):
     return ("auto", "quire:wide") if backend == "auto" else (backend,)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window_left", "soft_cap"), [(-1, None), (7, None), (-1, 5.0), pytest.param(7, 5.0, marks=pytest.mark.slow)]
@@ -101,6 +102,7 @@ def test_wide_heads_with_sinks_and_alibi(device, backend, dtype):
     p.check(*prefill_paged(p, p.paged(16), backend, run={"sinks": sinks}), sinks=sinks)
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "rotates"),

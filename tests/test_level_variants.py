@@ -15,8 +15,8 @@ from test_chunked_prefill import split
 from test_sparse import bsr, dense, listed, sizes
 from test_variants import CASES, joint
 
-# On the CPU, calls over levels and over lists of blocks have a part of the variants each: all of them rewrite a variant in
-# the same way, and test_variants.py has each with a plain call.
+# On the CPU, calls over levels and over lists of blocks have a part of the variants each: all of them rewrite a variant
+# in the same way, and test_variants.py has each with a plain call.
 
 #: Of the head alone, of distances, of requests, and masks.
 NAMES = ("soft_cap", "alibi", "relative_bias", "noise", "sink_score", "document_mask", "tree_mask")

@@ -11,7 +11,7 @@ import torch
 import oracle
 import quire
 from calls import decode, decode_wrapper, plan_decode, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
-from problems import Problem, ints, workspace
+from problems import Problem, any_dtype, ints, workspace
 from quire.kernels import KERNELS, AttentionKey
 from quire.kernels.features import PosEncodingMode, dtype_of
 
@@ -23,6 +23,7 @@ KV_LENS = (37, 130, 4, 17, 1, 0, 4)
 HEADS = ((4, 2), (6, 2), (12, 3), (5, 5), (20, 4), (1, 1), (40, 5))
 
 
+@pytest.mark.each_value
 @pytest.mark.first(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_positions_under_masks(device, backend, dtype, mode, mask, window_left, 
     p.check(*prefill_paged(p, p.paged(8), backend))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.slow
@@ -48,12 +50,13 @@ def test_slopes_of_heads(device, backend, dtype, mode, heads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2, 3, 12, 40, 71])
-def test_slopes_that_a_variant_reads(device, backend, dtype, heads):
+def test_slopes_that_a_variant_reads(device, backend, heads):
     """get_alibi_slopes() has the numbers that kernels compute."""
     slopes = quire.get_alibi_slopes(heads, device)
     assert slopes.dtype is torch.float32 and slopes.device.type == torch.device(device).type
     torch.testing.assert_close(slopes.cpu().double(), oracle.alibi_slopes(heads), rtol=1e-7, atol=0)
-    p = Problem((9,), (20,), heads, heads, dtype=dtype, device=device, causal=True, pos_encoding_mode="ALIBI")
+    types = {"dtype": any_dtype(device), "device": device}
+    p = Problem((9,), (20,), heads, heads, **types, causal=True, pos_encoding_mode="ALIBI")
     options = {"causal": True, "backend": backend}
     p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, variant=quire.variants.alibi, slopes=slopes, **options))
     p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, pos_encoding_mode="ALIBI", **options))
@@ -73,6 +76,7 @@ def test_long_positions(device, backend, dtype, mode):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
 @pytest.mark.slow
@@ -105,8 +109,9 @@ def test_queries_at_the_end_of_keys_are_the_last_of_all(device, backend, dtype, 
 
 @pytest.mark.parametrize(("scale", "theta"), [(None, 5e5), (8.0, None), (0.5, 1e6)])
 @pytest.mark.slow
-def test_rope_scale_and_theta(device, backend, dtype, scale, theta):
-    p = Problem((9, 1), (40, 700), 6, 2, dtype=dtype, device=device, causal=True, pos_encoding_mode="ROPE_LLAMA")
+def test_rope_scale_and_theta(device, backend, scale, theta):
+    types = {"dtype": any_dtype(device), "device": device}
+    p = Problem((9, 1), (40, 700), 6, 2, **types, causal=True, pos_encoding_mode="ROPE_LLAMA")
     p.rope_scale, p.rope_theta = scale, theta
     p.check(*prefill_ragged(p, backend))
     p.check(*prefill_paged(p, p.paged(8), backend))

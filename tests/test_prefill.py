@@ -169,6 +169,7 @@ def test_custom_mask_takes_the_place_of_causal(device, backend, dtype, kind):
     p.check(*prefill(p, kind, backend, plan={"causal": True}))
 
 
+@pytest.mark.part(2, 3)
 @pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kind", KINDS)

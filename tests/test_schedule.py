@@ -415,7 +415,7 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
     assert all(t.kv_begin % step == 0 for t in tiles_of(schedule) if t.kv_begin > firsts[t.request, t.row_begin])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batch=batches(), fixed=st.booleans(), dynamic=st.booleans())
 @pytest.mark.slow
 def test_any_schedule_for_a_graph(batch, fixed, dynamic):

@@ -49,7 +49,8 @@ def test_sixty_four_processes_compile_once(templates: Path, fake: FakeCompiler, 
 def test_sixty_four_processes_compile_once_each_time(
     templates: Path, fake: FakeCompiler, cache: Path, restart: Callable[[], None]
 ) -> None:
-    for _ in range(2):  # and once above
+    """Without a wait in the compiler, and again in an empty cache."""
+    for _ in range(2):
         wanted_by_many(templates, fake, cache)
         jit.Store(cache).clear()
         fake.log.unlink()
@@ -103,7 +104,7 @@ def kill_at(seconds: float, templates: Path, pids: Path, start: Callable[[Path],
 
 
 @pytest.mark.parametrize(("start", "deaf"), KILLED)
-@pytest.mark.parametrize("times", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_killed_process_stops_nobody_and_leaves_no_compiler(
     times: int, start: Callable[[Path], None], deaf: bool, templates: Path, fake: FakeCompiler, tmp_path: Path,
     cache: Path, restart: Callable[[], None],
