@@ -22,6 +22,10 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     there, but one where hypothesis draws all else. The types of 16 bits count as one, and take turns from combination
     to combination and from test to test. Of a test that is marked each_value each value is there, however many
     parameters it has. A decorator's row stays as it is: values that stand in one are one parameter.
+
+    A test that is marked one_type runs with float32 alone: other tests of its file ask what number types change. Of a
+    test that is marked part(i, n) there is each n-th of these, from the i-th on: n tests that ask the same of different
+    calls, each a compile, have a part of the values each.
     """
     tests: dict[tuple[str, object], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -29,6 +33,9 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             tests[item.nodeid.partition("[")[0], _values(item).get("backend")].append(item)
     left: set[pytest.Item] = set()
     for (name, _), test in tests.items():
+        if next(test[0].iter_markers("one_type"), None):
+            left |= {item for item in test if _values(item).get("dtype") is not torch.float32}
+            test = [item for item in test if item not in left]
         rows, number = [_combination(item) for item in test], crc32(name.encode())
         places = in_turns(rows, name)
         short = ["16 bits" if rows[place][0] in SHORT else rows[place][0] for place in places]

@@ -1,4 +1,7 @@
-"""Processes that form a gloo group, started once, which run functions of a test together."""
+"""Processes that form a gloo group, started once, which run functions of a test together.
+
+They are forks of a process that has imported torch and Quire (isolation.py).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+
+from isolation import SERVER
 
 _SECONDS, _SECONDS_OF_OTHERS = 120.0, 2.0  #: ranks wait for one that failed
 
@@ -36,13 +40,12 @@ class Processes:
     """`size` ranks. run() calls a function of a test module on all of them, and raises what any of them raised."""
 
     def __init__(self, size: int) -> None:
-        context = torch.multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        pipes = [context.Pipe() for _ in range(size)]
+        pipes = [SERVER.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
+            SERVER.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self._processes, pipes, strict=True):

@@ -257,6 +257,7 @@ def test_decode_with_shared_prefix(device, backend, dtype, signature, kv_layout)
     wrapper.end_forward()
 
 
+@pytest.mark.one_type
 @pytest.mark.first(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -292,6 +293,7 @@ def test_a_shared_prefix_plan_keeps_its_own_copy_of_the_tables(device, backend):
     p.check(wrapper.forward(p.q, k, v, cache.kv, causal=True))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_decode_with_shared_prefix_padded(device, backend, dtype, kv_layout):
     """The suffixes stand in one padded tensor: [batch_size, unique_len, num_kv_heads, head_dim]."""

@@ -174,6 +174,7 @@ def is_joined(wrapper, backend):
     return told.startswith("shared and own keys in one launch")
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("shared", [1, 50, 700])
 def test_decode_over_shared_tensors_and_pages(device, backend, dtype, shared):
     """Requests of no keys of their own, of one, and of several KV tiles; a plan for each length of the shared keys."""
@@ -193,6 +194,7 @@ def test_decode_over_shared_tensors_and_pages(device, backend, dtype, shared):
     p.check(again)
 
 
+@pytest.mark.one_type
 @pytest.mark.first(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", [8, 3])

@@ -55,6 +55,7 @@ def is_one_launch(wrapper, backend):
     return "-cascade-prefix" in told and not re.search("launch of its own", told)
 
 
+@pytest.mark.each_value
 @pytest.mark.first(2)
 @pytest.mark.parametrize(("heads", "dims"), [((4, 4), (192, 128)), ((6, 2), (64, 64))])
 @pytest.mark.parametrize("causal", [False, True])

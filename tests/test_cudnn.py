@@ -158,6 +158,7 @@ def test_prefill(device, backend, dtype, kind, causal):
     p.check(o)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("units", ["elements", "tokens"])
 @pytest.mark.parametrize("kind", ["ragged", "tuple"])
 def test_offsets(device, dtype, kind, units):

@@ -63,6 +63,7 @@ def test_windows_and_soft_caps(device, backend, dtype, window_left, soft_cap):
     p.check(*decode(p, p.paged(16), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("chunk", [1, 16, 50, 4096])
 def test_chunks(device, backend, dtype, chunk, q_len):
@@ -195,6 +196,7 @@ def start_of(problem, cache):
     return *cache.tables(), problem.num_qo_heads, problem.num_kv_heads, problem.head_dim, cache.page_size
 
 
+@pytest.mark.one_type
 def test_old_verbs(device, backend, dtype):
     """begin_forward plans, forward runs with its own options, end_forward does nothing."""
     p = batch(dtype, device)
@@ -246,6 +248,7 @@ def test_fast_decode_plan(device, backend, dtype):
     assert "q_len_per_req" in inspect.signature(quire.fast_decode_plan).parameters
 
 
+@pytest.mark.one_type
 def test_what_serving_code_looks_at(device, backend, dtype):
     """vLLM asserts on these after plan()."""
     p = batch(dtype, device, window_left=20, soft_cap=4.0, sm_scale=0.3)

@@ -7,7 +7,9 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,19 @@ import torch.distributed as dist
 import oracle
 import quire
 import quire.distributed
+from covering import covering
 from problems import offsets, poisoned, workspace
 from quire.distributed import ContextParallelDecode, Interleave, Ulysses, Zigzag, ZigzagPrefill, merge_over_ranks
 from rank_processes import Processes
 
 #: Some ranks have no token of a request of one or two; a rank of three has none of the whole second batch.
 KV_LENS = ((133, 1, 17, 300), (1, 2), (64, 48, 96))
+
+
+def any_two_meet(**columns: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """As many combinations of parameters as it takes for any two values to meet."""
+    rows = [*product(*columns.values())]
+    return pytest.mark.parametrize([*columns], [rows[place] for place in covering(rows, 2)], ids=str)
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
@@ -100,9 +109,7 @@ def check_decode(kv_lens: tuple[int, ...], interleave_size: int, exchange: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
-@pytest.mark.parametrize("interleave_size", [1, 5, 16])
-@pytest.mark.parametrize("kv_lens", KV_LENS, ids=str)
+@any_two_meet(kv_lens=KV_LENS, interleave_size=(1, 5, 16), exchange=("all_to_all", "all_gather"))
 def test_decode(ranks: Processes, kv_lens: tuple[int, ...], interleave_size: int, exchange: str) -> None:
     ranks.run(check_decode, kv_lens, interleave_size, exchange, torch.float32)
 
@@ -218,9 +225,7 @@ def check_prefill(lens: tuple[int, ...], page_size: int, dtype: torch.dtype, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_gathers", [1, 2])
-@pytest.mark.parametrize("page_size", [1, 8, 64])
-@pytest.mark.parametrize("lens", [(96,), (133, 1, 17, 0, 200), (3, 2), (0,)], ids=str)
+@any_two_meet(lens=((96,), (133, 1, 17, 0, 200), (3, 2), (0,)), page_size=(1, 8, 64), num_gathers=(1, 2))
 def test_zigzag_prefill(ranks: Processes, lens: tuple[int, ...], page_size: int, num_gathers: int) -> None:
     ranks.run(check_prefill, lens, page_size, torch.float32, num_gathers)
 

@@ -71,6 +71,7 @@ def test_varlen_over_pages(device, backend, dtype, window):
     check(out, None, q, k, v, causal=window == (-1, -1), window=window)
 
 
+@pytest.mark.one_type
 def test_rows_behind_the_last_offset_give_zeros(device, backend, dtype):
     q, k, v = ragged(dtype, device)
     longer = torch.cat([q, torch.full_like(q[:3], math.nan)])

@@ -94,6 +94,7 @@ def test_chunks(device, dtype, causal, window):
     b.check(out, lse, causal=causal, window=window, chunk=8)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("layout", ["contiguous", "heads first"])
 @pytest.mark.parametrize(("n", "m"), [(5, 33), (33, 7), (3, 0)])
 def test_equal_lengths(device, dtype, layout, n, m):
@@ -108,6 +109,7 @@ def test_equal_lengths(device, dtype, layout, n, m):
     check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), *rows, (n, n), (m, m), causal=True, sinks=sinks)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("dims", [(16, 16), (59, 111), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_odd_head_dims_are_padded(device, dtype, dims):
     q, k, v = (random(2, 9, h, d, device=device, dtype=dtype) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
@@ -152,6 +154,7 @@ def test_alibi(device, dtype):
 # Caches
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("lens_on_host", [False, True])
 def test_cache_as_sglang_calls_it(device, dtype, page_size, lens_on_host):

@@ -182,6 +182,7 @@ def test_long_prefill(device, backend, dtype, kind, page_size, options):
     p.check(*prefill(p, kind, backend, page_size=page_size, plan={"kv_data_type": p.kv_dtype}, run=scales(p)))
 
 
+@pytest.mark.one_type
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_tall_row_tiles(device, backend, dtype, page_size):

@@ -137,6 +137,7 @@ def test_paged_prefill(device, backend, dtype, more):
         replay(Problem(*shape, dtype=dtype, device=device, seed=seed, **more), seed)
 
 
+@pytest.mark.one_type
 def test_paged_prefill_with_masks(device, backend, dtype):
     """The bits are copied into the caller's buffer."""
     shapes = [((20, 30), (50, 41)), ((1, 40), (300, 70)), ((2, 3), (5, 200))]
@@ -262,6 +263,7 @@ def test_more_rows_than_the_first_plan(device, dtype):
         plan_paged(wrapper, more, more.paged(PAGE_SIZE))
 
 
+@pytest.mark.one_type
 def test_masks_need_a_buffer(device, dtype):
     tables = buffers(device, 2, 2, 8, 1)
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *tables)

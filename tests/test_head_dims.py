@@ -79,6 +79,7 @@ def test_wide_heads_under_masks(device, backend, dtype, mask, window_left, soft_
     p.check(*prefill_paged(p, p.paged(8), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.slow
 def test_wide_heads_of_long_prompts(device, backend, dtype):
     """Row tiles of 64, whose keys are divided among CTAs."""
@@ -87,6 +88,7 @@ def test_wide_heads_of_long_prompts(device, backend, dtype):
     p.check(*prefill_paged(p, p.paged(16, "HND", "sliced"), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("num_qo_heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 40))])
 def test_wide_heads_in_decode(device, backend, dtype, num_qo_heads):
     p = Problem((1,) * 5, (1, 0, 64, 5000, 77), num_qo_heads, 2, 512, dtype=dtype, device=device)
@@ -94,6 +96,7 @@ def test_wide_heads_in_decode(device, backend, dtype, num_qo_heads):
         p.check(*decode(p, p.paged(16), each))
 
 
+@pytest.mark.one_type
 @pytest.mark.slow
 def test_wide_heads_with_sinks_and_alibi(device, backend, dtype):
     p = Problem((9, 1), (40, 700), 6, 2, 512, dtype=dtype, device=device, causal=True, pos_encoding_mode="ALIBI")

@@ -50,6 +50,7 @@ def part(problem, begin, end):
     return one
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_layouts_and_forms_are_the_same_bits(device, backend, dtype, page_size):
     p = Problem(QO_LENS, KV_LENS, dtype=dtype, device=device, causal=True)
@@ -146,6 +147,7 @@ def test_one_plan_serves_many_layers(device, backend, dtype):
         p.check(ragged.run(p.q, p.k, p.v, out=out))
 
 
+@pytest.mark.one_type
 def test_a_wrapper_is_planned_again_and_again(device, backend, dtype):
     """Nothing of an earlier plan survives: lengths, mask, window, heads, page size and dtype may all change."""
     first = Problem(QO_LENS, KV_LENS, dtype=dtype, device=device, causal=True)
@@ -232,6 +234,7 @@ def test_merge_is_symmetric_and_order_is_rounding(device, dtype):
     assert torch.allclose(a[1], b[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_type
 def test_inputs_are_left_alone(device, backend, dtype):
     p = Problem(QO_LENS, KV_LENS, dtype=dtype, device=device).random_mask()
     cache = p.paged(8)

@@ -188,6 +188,21 @@ def test_each_value_alone_where_a_test_is_marked() -> None:
     assert len(kept) == 5 and [set(column) for column in zip(*kept, strict=True)] == [{0, 1, 2}, {0, 1, 2, 3, 4}]
 
 
+def test_one_number_type_where_a_test_is_marked() -> None:
+    types = torch.float32, torch.float16, torch.bfloat16
+    tests = [
+        Collected(device, values, dtype, marks=(pytest.mark.one_type,))
+        for device in ("cpu", "cuda:0")
+        for dtype in types
+        for values in itertools.product(range(4), repeat=2)
+    ]
+    left = left_out(tests)
+    kept = [test for test in tests if test not in left]
+    assert {test.dtype for test in kept if test.device == "cpu"} == {torch.float32}
+    assert {test.values for test in kept if test.device == "cpu"} == {*itertools.product(range(4), repeat=2)}
+    assert sum(test.device == "cuda:0" for test in kept) == len(types) * 16
+
+
 def test_tests_that_are_parts_have_all_values_between_them() -> None:
     kept = [
         test.values[0]

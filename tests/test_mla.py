@@ -86,6 +86,7 @@ def test_lengths(device, backend, dtype, kv_lens):
     p.check(*attend(p, p.paged(), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_heads", [5, 128])
 def test_sinks(device, backend, dtype, num_heads, causal):
@@ -99,6 +100,7 @@ def test_long_keys_with_an_outlier_dim(device, backend, dtype):
     p.check(*attend(p, p.paged(64), backend))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("num_heads", "q_len"), [(16, 1), (20, 3), (128, 1)])
 @pytest.mark.parametrize("page_size", [3, 64])
@@ -134,6 +136,7 @@ def test_scales_that_are_far_apart(device, backend):
     p.check(*negative)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_without_positions(device, backend, dtype, page_size):
     """head_dim_kpe=0: the logits are those of the latent part alone."""

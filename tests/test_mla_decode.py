@@ -108,6 +108,7 @@ def test_the_same_bits_each_time(device, backend, dtype, num_heads):
     p.check(*first)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("q_len", "num_heads"), [(1, 16), (1, 3), (1, 32), (2, 16), (5, 3)])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.slow

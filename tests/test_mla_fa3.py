@@ -90,6 +90,7 @@ def test_tokens_of_other_pages_are_gathered(page_size, kv):
     assert MLA_FA3.copies(key, MLA_FA3.tile(key), {}) == ()
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("page_size", [1, 16, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_small_pages(device, backend, dtype, num_heads, page_size):
@@ -136,12 +137,14 @@ def test_two_ctas_compute_whole_128_rows(rows, tile_rows):
     assert (decision.key.tile_rows, decision.ctas_per_tile) == (tile_rows, tile_rows // 64)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("num_heads", [3, 16, 128])
 def test_one_request_for_all_ctas(device, backend, dtype, num_heads):
     p = Latents((1,), (9001,), num_heads, dtype, device)
     p.check(*attend(p, p.paged(64), backend))
 
 
+@pytest.mark.one_type
 def test_more_row_tiles_than_ctas(device, backend, dtype):
     p = Latents((1,) * 150, [(37 * i) % 200 for i in range(150)], 128 if device != "cpu" else 8, dtype, device)
     p.check(*attend(p, p.paged(64), backend))

@@ -52,6 +52,7 @@ def test_the_largest_position_may_be_left_out(device, dtype, kind):
     p.check(*prefill(p, kind, "auto", plan={**plan, "max_item_len_ptr": None}))
 
 
+@pytest.mark.one_type
 def test_arrays_as_short_as_they_can_be(device, dtype):
     """Zeros behind the last request's items may be left off, and numbers of one request be no lists."""
     p, plan = scoring(((40, 33, (1, 70, 2)), (None, 5, (3, 2))), dtype, device)
@@ -82,6 +83,7 @@ def test_forward_and_a_plan_without_items(device, dtype):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+@pytest.mark.one_type
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

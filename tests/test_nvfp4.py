@@ -79,6 +79,7 @@ def test_group_sizes(device, backend, dtype, group_size):
     check_decode(p, paged(p, rows), backend)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("window_left", [-1, 0, 33])
 def test_windows_and_soft_caps(device, backend, dtype, window_left, soft_cap):
@@ -86,6 +87,7 @@ def test_windows_and_soft_caps(device, backend, dtype, window_left, soft_cap):
     check_decode(p, paged(p, rows), backend)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("q_len", [2, 4, 8, 16])
 def test_several_queries_per_request(device, backend, dtype, q_len):
     """Tiles of 16, 32 and 64 rows; masked keys hold numbers, and NaN lies beyond."""
@@ -93,6 +95,7 @@ def test_several_queries_per_request(device, backend, dtype, q_len):
     check_decode(p, paged(p, rows), backend, q_len_per_req=q_len)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128), ((9, 80, 5), 256)])
 def test_prefill(device, backend, dtype, qo_lens, head_dim):
     """Many rows: causal, and ALiBi under a custom mask."""
@@ -103,6 +106,7 @@ def test_prefill(device, backend, dtype, qo_lens, head_dim):
     check_prefill(p, paged(p, quantise(p), 8, "HND"), backend)
 
 
+@pytest.mark.one_type
 @LAYOUTS
 def test_ragged_prefill(device, backend, dtype, kv_layout):
     """Head dims that differ, keys and values without pages; the scales have rows of their own."""
@@ -117,6 +121,7 @@ def test_ragged_prefill(device, backend, dtype, kv_layout):
     p.check(out, lse)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("qo_len", [1, 70])
 def test_single_prefill(device, dtype, qo_len):
     p = Problem((qo_len,), (170,), dtype=dtype, device=device, causal=True, **SCALES)
@@ -125,6 +130,7 @@ def test_single_prefill(device, dtype, qo_len):
     p.check(quire.single_prefill_with_kv_cache(p.q, k, v, causal=True, **given))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_mixed_batches(device, dtype, kv_layout):
     """BatchAttention, and both kinds of POD."""
@@ -139,6 +145,7 @@ def test_mixed_batches(device, dtype, kv_layout):
     p.check(*wrapper.run(p.q, cache.kv, **scales(p, cache)))
 
 
+@pytest.mark.one_type
 def test_prefill_beside_decode(device, dtype):
     """A prefill of 16 bits beside decodes over 4 bits, and both over 4 bits."""
     alone = Problem((33,), (120,), dtype=dtype, device=device, causal=True)
@@ -162,6 +169,7 @@ def test_prefill_beside_decode(device, dtype):
     p.check(second)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("backend_of_levels", ["auto", "quire:fa2"])
 def test_cascades(device, dtype, backend_of_levels):
     """Requests of which all begin with the same pages: the levels are one launch, or several."""
@@ -189,6 +197,7 @@ def test_cascades(device, dtype, backend_of_levels):
 TABLE_CALLS = ("xqa_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache")
 
 
+@pytest.mark.one_type
 @FORMS
 @LAYOUTS
 @pytest.mark.parametrize("name", TABLE_CALLS)
@@ -203,6 +212,7 @@ def test_calls_over_block_tables(device, backend, dtype, name, kv_layout, form):
     p.check(out)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("form", ["tensor", "packed"])
 def test_context_over_block_tables(device, dtype, form):
     p = Problem((40, 3, 70), (90, 17, 250), dtype=dtype, device=device, causal=True, **SCALES)
@@ -214,6 +224,7 @@ def test_context_over_block_tables(device, dtype, form):
     p.check(out)
 
 
+@pytest.mark.one_type
 @LAYOUTS
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_xqa(device, backend, dtype, kv_layout, is_flat):
@@ -256,6 +267,7 @@ def test_every_code_is_exact(device, backend, dtype, head_dim):
     assert torch.equal(out.cpu().double()[:, None], oracle.nvfp4_numbers(values, v_sf))
 
 
+@pytest.mark.one_type
 def test_scales_that_are_nan_stay_with_their_request(device, backend, dtype):
     p, rows = batch(dtype, device, (40, 50))
     cache = paged(p, rows)

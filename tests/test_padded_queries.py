@@ -96,6 +96,7 @@ def test_masks(device, dtype, q_lens, kv_lens, noise):
     p.check(call(p, mask=words))
 
 
+@pytest.mark.one_type
 def test_masks_in_windows_with_sinks(device, dtype):
     p = drafts(dtype, device, window_left=6)
     sinks = torch.linspace(-2.0, 3.0, p.num_qo_heads).to(device)

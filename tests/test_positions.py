@@ -38,6 +38,7 @@ def test_positions_under_masks(device, backend, dtype, mode, mask, window_left, 
     p.check(*prefill_paged(p, p.paged(8), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -68,6 +69,7 @@ def test_slopes_of_no_heads(wrong):
         quire.get_alibi_slopes(wrong)
 
 
+@pytest.mark.one_type
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_long_positions(device, backend, dtype, mode):
@@ -76,6 +78,7 @@ def test_long_positions(device, backend, dtype, mode):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
@@ -85,6 +88,7 @@ def test_positions_in_decode(device, backend, dtype, mode, head_dim):
     p.check(*decode(p, p.paged(16), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("mode", MODES)
 def test_positions_of_single_calls(device, backend, dtype, mode):
     p = Problem((9,), (40,), 6, 2, dtype=dtype, device=device, causal=True, pos_encoding_mode=mode)
@@ -95,6 +99,7 @@ def test_positions_of_single_calls(device, backend, dtype, mode):
     p.check(out[None], lse[None])
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("mode", MODES)
 def test_queries_at_the_end_of_keys_are_the_last_of_all(device, backend, dtype, mode):
     """The last rows of a prompt, computed alone, are those of the whole prompt: where a query stands counts."""
@@ -117,6 +122,7 @@ def test_rope_scale_and_theta(device, backend, scale, theta):
     p.check(*prefill_paged(p, p.paged(8), backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.first(1)
 def test_rope_turns_what_is_seen(device, backend, dtype):
     """Of two equal keys one stands a quarter of a turn from the query: its logit is 0 instead of 1."""
@@ -136,6 +142,7 @@ def test_rotated_keys_of_eight_bits(device, backend):
     p.check(*prefill_paged(p, p.paged(16), backend, plan={"kv_data_type": stored}))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("mode", MODES)
 def test_plans_of_a_graph(device, backend, dtype, mode):
     """Lengths change under the parameters that the first plan() has fixed."""
@@ -152,6 +159,7 @@ def test_plans_of_a_graph(device, backend, dtype, mode):
         p.check(*wrapper.run(p.q, cache.kv, return_lse=True))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("mode", MODES)
 def test_forward_takes_a_mode(device, backend, dtype, mode):
     p = Problem((9,), (40,), 6, 2, dtype=dtype, device=device, causal=True)

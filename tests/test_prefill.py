@@ -129,6 +129,7 @@ def test_soft_cap_has_one_precision(device, backend, dtype, kind):
     assert (lse[:, 0].cpu().double() - truth).abs().max() <= 1e-5
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("kind", KINDS)
 def test_soft_cap_keeps_nan_to_those_who_see_it(device, backend, dtype, kind):
     p = Problem((17, 40), (150, 40), dtype=dtype, device=device, causal=True, soft_cap=5.0)
@@ -179,12 +180,14 @@ def test_head_dims(device, backend, kind, head_dim):
     p.check(*prefill(p, kind, backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_narrower_than_keys(device, backend, dtype, kind):
     p = Problem((5, 30), (33, 70), head_dim=192, head_dim_vo=128, dtype=dtype, device=device, causal=True)
     p.check(*prefill(p, kind, backend))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,6 +226,7 @@ def test_few_queries_of_many_keys(device, backend, dtype, kind):
     p.check(*prefill(p, kind, backend, page_size=16))
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("causal", "window_left"), [(False, -1), (True, -1), (True, 9), (False, 9)])
 def test_which_keys_are_seen(device, backend, dtype, kind, causal, window_left):
@@ -238,6 +242,7 @@ def test_which_keys_are_seen(device, backend, dtype, kind, causal, window_left):
     p.check(out, lse)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_in_prefill(device, backend, dtype, kind, chunk):
@@ -374,6 +379,7 @@ def tables_of(problem, cache):
     return qo_indptr, cache.indptr, cache.indices, cache.last_page_len, *heads
 
 
+@pytest.mark.one_type
 def test_paged_plan_in_the_words_of_the_first_release(device, backend, dtype):
     p = Problem((4, 9), (50, 9), dtype=dtype, device=device, causal=True, window_left=20, soft_cap=8.0, sm_scale=0.1)
     cache = p.paged()
@@ -385,6 +391,7 @@ def test_paged_plan_in_the_words_of_the_first_release(device, backend, dtype):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+@pytest.mark.one_type
 def test_paged_plan_by_position_in_the_first_release(device, backend, dtype):
     """There custom_mask followed page_size, where head_dim_vo stands today."""
     p = Problem((4, 9), (50, 9), dtype=dtype, device=device, window_left=20, soft_cap=8.0, sm_scale=0.1).random_mask()
@@ -395,6 +402,7 @@ def test_paged_plan_by_position_in_the_first_release(device, backend, dtype):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+@pytest.mark.one_type
 def test_paged_plan_by_position_today(device, backend, dtype):
     p = Problem((4, 9), (50, 9), dtype=dtype, device=device, window_left=20, soft_cap=8.0, sm_scale=0.1).random_mask()
     cache = p.paged()
@@ -410,6 +418,7 @@ def ragged_tables_of(problem):
     return ints(problem.qo_indptr, problem.device), ints(problem.kv_indptr, problem.device), *heads
 
 
+@pytest.mark.one_type
 def test_ragged_plan_by_position_in_both_releases(device, backend, dtype):
     """Here window and soft cap stand before sm_scale, other than in paged prefill."""
     p = Problem((4, 9), (50, 9), dtype=dtype, device=device, window_left=20, soft_cap=8.0, sm_scale=0.1).random_mask()
@@ -435,6 +444,7 @@ def test_ragged_plan_in_the_words_of_the_first_release(device, backend, dtype):
     p.check(wrapper.run(p.q, p.k, p.v))
 
 
+@pytest.mark.one_type
 def test_old_verbs(device, backend, dtype):
     """begin_forward plans, forward runs with its own options, end_forward does nothing."""
     p = Problem((4, 9), (50, 9), dtype=dtype, device=device)
@@ -505,6 +515,7 @@ def problems(draw, dtype, device, head_dim):
     return problem.random_mask(draw(st.sampled_from([0.02, 0.5, 0.98]))) if draw(st.booleans()) else problem
 
 
+@pytest.mark.part(0, 2)
 @ANY_HEAD_DIM
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -173,6 +173,7 @@ def test_tokens_without_a_place_are_left_out(device, dtype):
         assert torch.equal(bits(got), bits(full))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("cache_dtype", [None, E4M3])

@@ -98,6 +98,7 @@ def test_queries_and_keys_stay_as_they_are(device, dtype):
     assert all(torch.equal(a, b) for a, b in zip(before, (p.q, p.k, p.v), strict=True))
 
 
+@pytest.mark.one_type
 def test_plans_one_after_another(device, dtype):
     """What a plan has checked of its tensors says nothing of another's, with or without a rotation."""
     wrapper = None
@@ -129,6 +130,7 @@ def test_single_calls(device, dtype):
     p.check(*quire.single_prefill_with_kv_cache(p.q, p.k, p.v, **options))
 
 
+@pytest.mark.one_type
 def test_forward_plans_again(device, dtype):
     p = problem(device, dtype)
     wrapper = ragged_wrapper(p, "auto")
@@ -148,6 +150,7 @@ def test_fewer_heads_than_planned(device, dtype):
     layer.check(*wrapper.run(layer.q, layer.k, layer.v, return_lse=True))
 
 
+@pytest.mark.one_type
 def test_a_small_workspace_leaves_rotation_to_the_kernel(device, dtype):
     p = problem(device, dtype)
     memory = torch.empty(1 << 15, dtype=torch.uint8, device=device)

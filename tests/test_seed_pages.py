@@ -183,6 +183,7 @@ def test_xqa_pages_by_keyword(device):
     oracle.assert_close(output, oracle.attention(q, k, k, *indptrs).o, oracle.torch_error(q, k, k, *indptrs))
 
 
+@pytest.mark.one_type
 @pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA"])

@@ -39,6 +39,7 @@ def test_prefill_head_dims(device, backend, dtype, head_dim):
     p.check(*single(p, backend))
 
 
+@pytest.mark.one_type
 def test_prefill_values_narrower_than_keys(device, backend, dtype):
     p = Problem((20,), (33,), head_dim=192, head_dim_vo=128, dtype=dtype, device=device, causal=True)
     p.check(*single(p, backend))

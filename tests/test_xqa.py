@@ -311,6 +311,7 @@ def test_any_draft_bits(device, backend, dtype, q_len):
     check_draft(p, Draft.noise(len(kv_lens), q_len), backend)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("window_left", [0, 5, 40])
 @pytest.mark.slow
 def test_drafts_in_windows(device, backend, dtype, window_left):

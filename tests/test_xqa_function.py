@@ -63,6 +63,7 @@ def test_both_names():
     subprocess.run([sys.executable, "-W", "error", "-c", f"{first}; assert callable(called)"], check=True)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("mode", ["ROPE_LLAMA", "ALIBI"])
 def test_position_encodings(device, dtype, mode):
     p = batch(dtype, device, KV_LENS, pos_encoding_mode=mode)
@@ -206,6 +207,7 @@ def test_sink_tokens_take_the_scales(device, dtype):
     torch.testing.assert_close(got, output)
 
 
+@pytest.mark.one_type
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_sink_tokens_of_drafts(device, dtype, with_mask):
     """Every query sees them, whatever the mask of the draft says."""
