@@ -23,13 +23,13 @@ def _run(calls: int, seed: int) -> None:
 
 
 def test_some_calls_give_the_right_values() -> None:
-    _run(36, seed=20)
+    _run(20, seed=20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(21, 25))
+@pytest.mark.parametrize("seed", range(21, 23))
 def test_many_calls_give_the_right_values(seed: int) -> None:
-    """400 in all, in parts that the processes of a run share."""
+    """200 in all, in parts that the processes of a run share."""
     _run(100, seed)
 
 

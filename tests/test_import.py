@@ -135,17 +135,27 @@ def test_every_public_name_exists():
     assert isinstance(quire.__version__, str)
 
 
-def test_public_modules_are_attributes():
+@pytest.fixture(scope="module")
+def told_of_modules():
+    """What three programs print: of a process each, which have torch's import in common."""
+    told = "print(page is cache.page, page.__name__, page.__spec__.name)"
+    orders = ("import quire.page as page", "from quire import page")
+    return run_each(
+        f"import quire\nfor module in {MODULES}: print(getattr(quire, module).__name__)",
+        *(f"{first}\nfrom quire import cache\nimport quire.cache.page\n{told}" for first in orders),
+    )
+
+
+def test_public_modules_are_attributes(told_of_modules):
     """quire.prefill and the like are reachable after `import quire` alone, as the manuals spell them."""
-    (names,) = run_each(f"import quire\nfor module in {MODULES}: print(getattr(quire, module).__name__)")
+    names = told_of_modules[0]
     assert [name.rpartition(".")[2].replace("expressions", "expression") for name in names] == list(MODULES)
 
 
-def test_modules_have_flashinfers_names_too():
+def test_modules_have_flashinfers_names_too(told_of_modules):
     """One module, two names, whichever is imported first."""
-    told = "print(page is cache.page, page.__name__, page.__spec__.name)"
-    orders = ("import quire.page as page", "from quire import page")
-    for names in run_each(*(f"{first}\nfrom quire import cache\nimport quire.cache.page\n{told}" for first in orders)):
+    assert len(told_of_modules) == 3
+    for names in told_of_modules[1:]:
         assert names == ["True", *["quire.cache.page"] * 2]
     with pytest.raises(ModuleNotFoundError, match=r"quire\.nothing"):
         importlib.import_module("quire.nothing")

@@ -104,8 +104,10 @@ def test_the_suite_has_a_cache_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_shipped_variants_are_right() -> None:
-    """The program that compute-sanitizer is run on, where there is no GPU."""
+    """The program that compute-sanitizer is run on, where there is no GPU: each value of the variants' keys."""
     keys = list(every_variant.shipped(host_target(), ("cpu",), ("encoder", "speculative")))
+    rows = [(key.q, key.head_dim_qk, key.mask, key.window, key.tile_rows) for key in keys]
+    keys = [keys[place] for place in covering(rows, 1)]
     assert {key.mask.name for key in keys} == {"NONE", "CAUSAL", "TREE"}
     for key in keys:
         every_variant.run(key, "quire:cpu", "cpu")

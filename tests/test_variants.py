@@ -23,7 +23,7 @@ import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
 from problems import PagedCache, Problem, any_dtype, ints, workspace
-from quire import jit
+from quire import cli, jit
 from quire.attention import variants
 from quire.engine import planner
 from quire.kernels import AttentionKey, decide, kernel_of
@@ -273,6 +273,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows"), GROUPS)
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 77}, {}], ids=str)
@@ -337,6 +338,7 @@ ROW_SCALES = {
 }
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROW_SCALES)
 def test_row_scales_of_any_sign(name, device, backend):
@@ -353,6 +355,7 @@ def test_row_scales_of_any_sign(name, device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
 
 
+@pytest.mark.part(1, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(64, 64), (192, 128), (256, 256)])
 def test_row_scales_of_head_dims(head_dim, head_dim_vo, device, backend):
@@ -396,6 +399,7 @@ SCORES = [(name, {}) for name in ("soft_cap", "alibi", "relative_bias", "tempera
 SCORES += [(None, {"logits_soft_cap": 30.0}), (None, {"pos_encoding_mode": "ALIBI"})]
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SCORES)
 def test_a_row_does_not_depend_on_other_rows(name, options, device, backend):
@@ -465,6 +469,7 @@ BOTH = Case(
 )  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 9}, {}], ids=str)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_ragged(options, layout, device, backend):
@@ -493,6 +498,7 @@ def test_beside_other_options(options, device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(40, 40), (192, 128), (256, 256), (512, 512)])
 def test_head_dims_of_variants(head_dim, head_dim_vo, device, backend):
@@ -553,6 +559,7 @@ def test_a_soft_cap_with_a_mask(device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **of_run))
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "num_qo_heads"), [(64, 2), (64, 12), (128, 8), (128, 16)])
 def test_masks_of_rows_that_share_a_query(head_dim, num_qo_heads, device, backend):
@@ -603,6 +610,7 @@ def test_single_calls(device, backend):
     check(p, BOTH, (o[None], lse[None]))
 
 
+@pytest.mark.each_value
 @pytest.mark.first(1)
 @pytest.mark.parametrize("backend_of_torch", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ragged", "paged", "decode"])
@@ -686,6 +694,7 @@ def table_of(p: Problem, cache: PagedCache) -> Tensor:
     return ints([row + [0] * (width - len(row)) for row in rows], p.device).view(len(rows), width)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("name", ["alibi", "soft_cap", "relative_bias", "document_mask"])
@@ -710,6 +719,7 @@ def joint(case: Case, device: str) -> dict[str, object]:
     return {name: x for part in case.on(device) for name, x in part.items()}
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["noise", "prefix_lm", "tree_mask", "soft_cap"])
 def test_drafts_of_different_lengths_on_tables_of_pages(name, device, backend):
@@ -1311,15 +1321,17 @@ def test_a_sealed_machine_needs_no_source(tmp_path):
 
 
 @pytest.mark.slow
-def test_warmup_of_a_module():
+def test_warmup_of_a_module(capsys):
     command = [sys.executable, "-m", "quire", "warmup", "--dry-run", "--backend", "cpu", "--variant"]
     done = subprocess.run([*command, "quire.variants:alibi"], capture_output=True, text=True, check=True)
     assert f"expr{variants.alibi.digest}" in done.stdout
     for name in ("quire.variants:nothing", "nowhere:x", "quire.variants:sigmoid_output", "quire"):
-        done = subprocess.run([*command, name], capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and "--variant: expected" in done.stderr
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command[3:], name])
+        assert ended.value.code == 2 and "--variant: expected" in capsys.readouterr().err
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.parametrize("name", ["alibi", "document_mask"])
 @pytest.mark.slow
 def test_pod(name, device):
@@ -1339,6 +1351,7 @@ def test_pod(name, device):
     check(d, case, decoded)
 
 
+@pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "document_mask"])
 def test_batch_pod(name, device):

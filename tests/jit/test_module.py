@@ -60,11 +60,21 @@ def stub(stub_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     yield Stub(copy)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What nvcc made for the first test is copied into the caches of the others."""
+    return tmp_path_factory.mktemp("made") / "cache"
+
+
 @pytest.fixture
-def kernel(templates: Path, stub: Stub) -> jit.CudaModule:
+def kernel(templates: Path, stub: Stub, cache: Path, made: Path) -> jit.CudaModule:
     if jit.toolchain.Nvcc.find() is None:
         pytest.skip("no nvcc")
+    if made.exists():
+        shutil.copytree(made, cache)
     loaded = jit.get_module(DEVICE, templates=templates)
+    if not made.exists():
+        shutil.copytree(cache, made)
     assert isinstance(loaded, jit.CudaModule)
     return loaded
 
