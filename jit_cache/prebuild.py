@@ -13,6 +13,7 @@ each entry is signed; Ed25519 signatures of equal entries are equal.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -22,12 +23,14 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.utils import get_reproducible_timestamp
 
+from quire import cli
 from quire.jit import Manifest, Store
 from quire.jit.manifest import MANIFEST
 from quire.jit.signing import signing_key
@@ -66,6 +69,19 @@ def options(table: dict[str, Any]) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{name}", ",".join(map(str, value)))]
 
 
+def wanted_slugs(arch: list[str] | None = None) -> list[str]:
+    """The variants of all tables, each once."""
+    slugs = set[str]()
+    for call in calls(arch):
+        said = io.StringIO()
+        with redirect_stdout(said):
+            status = cli.main(["warmup", "--dry-run", "--json", *call])
+        if status:
+            sys.exit(f"prebuild: quire warmup {' '.join(call)} ended with {status}")
+        slugs.update(variant["slug"] for variant in json.loads(said.getvalue())["variants"])
+    return sorted(slugs)
+
+
 def warmup(python: str, arguments: list[str], **environment: str) -> list[dict[str, Any]]:
     """What `quire warmup --json` says of each variant; ends the program if one failed."""
     command = [python, "-m", "quire", "warmup", "--json", *arguments]
@@ -84,8 +100,7 @@ def warmup(python: str, arguments: list[str], **environment: str) -> list[dict[s
 
 def fill(arch: list[str] | None) -> None:
     """Compile every wanted variant into the store, and drop what nothing asked for."""
-    listed = [variant for call in calls(arch) for variant in warmup(sys.executable, [*call, "--dry-run"])]
-    slugs = sorted({variant["slug"] for variant in listed})
+    slugs = wanted_slugs(arch)
     borrow(slugs)
     variants = warmup(sys.executable, ["--exact", *slugs, "--store", str(STORE)])
     wanted = [Path(variant["path"]) for variant in variants]
@@ -153,10 +168,8 @@ def report(entries: Iterable[Path]) -> None:
 def check(python: str) -> None:
     """Every variant is found where compiling is denied and the user's cache is empty."""
     with tempfile.TemporaryDirectory() as empty:
-        variants = [
-            variant for call in calls() for variant in warmup(python, call, QUIRE_JIT="deny", QUIRE_CACHE_DIR=empty)
-        ]
-    print(f"prebuild: {python} finds all {len({variant['slug'] for variant in variants})} variants prebuilt")
+        variants = warmup(python, ["--exact", *wanted_slugs()], QUIRE_JIT="deny", QUIRE_CACHE_DIR=empty)
+    print(f"prebuild: {python} finds all {len(variants)} variants prebuilt")
 
 
 def main() -> None:
