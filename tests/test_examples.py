@@ -45,7 +45,7 @@ def check(output: str, *, cold: bool | None = None) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "package"),
     [
-        ("batch_inference.py", ("--layers", "2"), "torch"),
+        ("paged_prefill.py", ("--layers", "2"), "torch"),
         ("beam_search.py", (), "transformers"),
         ("embed.py", (), "sentence_transformers"),
         ("generate.py", (), "transformers"),
@@ -60,7 +60,7 @@ def test_example(script: str, arguments: tuple[str, ...], package: str) -> None:
 
 @pytest.mark.slow
 def test_a_repeated_example_compiles_nothing(tmp_path: Path) -> None:
-    outputs = [run(tmp_path, "paged_prefill.py", "--layers", "2") for _ in range(2)]
+    outputs = [run(tmp_path, "batch_inference.py", "--layers", "2") for _ in range(2)]
     for output, cold in zip(outputs, (True, False), strict=True):
         check(output, cold=cold)
         assert line(output, "cache").endswith(str(tmp_path))

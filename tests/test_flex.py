@@ -174,6 +174,7 @@ WRITINGS = (
 OPERATORS = (operator.lt, operator.le, operator.gt, operator.ge)
 
 
+@pytest.mark.part(0, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))
 def test_random_comparisons_of_indices(seed, device):
