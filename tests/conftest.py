@@ -12,6 +12,7 @@ from __future__ import annotations
 import own_environment  # noqa: F401  # before torch is
 
 # isort: split
+import gc
 from collections.abc import Generator
 from functools import wraps
 from pathlib import Path
@@ -76,6 +77,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = [pytest.mark.gpu] if on_gpu else [pytest.mark.slow] if torch.float16 in row else []
         params.append(pytest.param(*row, id=slug, marks=marks))
     metafunc.parametrize(names, params)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector passes over what is there when tests begin: torch, and thousands of tests. None goes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
