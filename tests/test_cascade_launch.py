@@ -52,6 +52,7 @@ def is_one_launch(wrapper):
     return told.startswith("all levels in one launch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_levels", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_tree(device, backend, seed, num_levels):
@@ -96,6 +97,7 @@ def test_groups_that_straddle_row_tiles(device, backend):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+@pytest.mark.slow
 def test_soft_cap_and_scale(device, backend):
     tree = random_tree(5, 2, 6, 90)
     p, cache, wrapper, arguments = plan(tree, [2] * 6, torch.float16, device, backend=backend)

@@ -98,6 +98,7 @@ def test_row_tiles_dealt_out_in_turn(device, chooses):
     assert is_one_launch(wrapper, backend) == (not chooses or device == "cpu"), wrapper.explain()
 
 
+@pytest.mark.slow
 def test_a_small_workspace_takes_two_launches(device, backend):
     p = problem(device, torch.float16)
     wrapper = planned(p, PREFIX_LENS, backend, torch.empty(4096, dtype=torch.uint8, device=device))
@@ -117,6 +118,7 @@ def test_a_scale_of_values_multiplies_the_merged_result(device, is_one):
     assert ("launch of its own" in str(wrapper.explain())) == (not is_one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_one", [True, False])
 def test_queries_keys_and_prefixes_of_8_bits(device, is_one):
     """Queries are converted, and keys and values of a prefix stay as they are; scales of heads multiply both sets."""

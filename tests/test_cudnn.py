@@ -181,6 +181,7 @@ def test_offsets(device, dtype, kind, units):
     p.check(o, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("o_dtype", [None, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("kind", ["ragged", "tuple"])
 def test_eight_bits_and_their_scales(device, kind, o_dtype):

@@ -33,7 +33,7 @@ def any_two_meet(**columns: tuple[Any, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize([*columns], [rows[place] for place in covering(rows, 2)], ids=str)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
     processes = Processes(request.param)
     yield processes

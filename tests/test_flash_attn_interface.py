@@ -37,6 +37,7 @@ def test_pages_as_vllm_calls_them(device, dtype, page_size):
     b.check(out, lse, causal=True, sm_scale=0.2, sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches(device, dtype, seed):
     """Ragged, with all that FlashAttention-3's own signature has."""
@@ -83,6 +84,7 @@ def test_used_lengths(device, dtype, paged, which):
     assert not out[unused].any() and (lse[:, unused] == -math.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (False, (-1, -1)), (True, (6, 0))])
 def test_chunks(device, dtype, causal, window):
     b = Batch(device, dtype, (3, 0, 40, 1), (20, 9, 33, 17))
@@ -109,6 +111,7 @@ def test_equal_lengths(device, dtype, layout, n, m):
     check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), *rows, (n, n), (m, m), causal=True, sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.one_type
 @pytest.mark.parametrize("dims", [(16, 16), (59, 111), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_odd_head_dims_are_padded(device, dtype, dims):

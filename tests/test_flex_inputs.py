@@ -64,6 +64,7 @@ def test_strides(device):
     check(q[:, :, ::2], k[:, :, 1::3], v[:, :, 1::3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(16, 16), (17, 59)])
 def test_head_dims_that_kernels_lack(head_dim, head_dim_vo, device):
     q, k = draw(device, HEADS, Q_LEN, head_dim), draw(device, KV_HEADS, KV_LEN, head_dim)
@@ -84,6 +85,7 @@ def test_what_is_refused():
             quire.flex_attention(*tensors)
 
 
+@pytest.mark.slow
 def test_torch_compile():
     """A compiled function calls it between two graphs, also with functions and tensors of its own."""
     slopes, q, k = torch.rand(HEADS), draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
@@ -216,6 +218,7 @@ def test_a_block_longer_than_all_lengths(device):
     assert mask_of(mask) is banded
 
 
+@pytest.mark.slow
 def test_comparisons_with_lists():
     """Of the masks that kernels have, blocks are known without evaluating anything."""
     for name, function in {

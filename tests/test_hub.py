@@ -73,7 +73,8 @@ def test_the_repository_overwrites_itself_only(hub: Path, tmp_path: Path, monkey
         program.write(hub)
 
 
-@pytest.mark.parametrize("links", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["files", "links"])
+@pytest.mark.slow
+@pytest.mark.parametrize("links", [False, True], ids=["files", "links"])
 def test_the_kernels_package_loads_it(hub: Path, tmp_path: Path, links: bool) -> None:
     """With what was prebuilt, and no leave to compile; also from a cache whose files are links, as the Hub's are."""
     rust = pytest.importorskip("kernels._rust", reason="kernels is not installed")

@@ -113,6 +113,7 @@ def test_import_has_no_effects(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.slow
 def test_import_is_quick():
     """At most an eighth of what torch's own import takes, in CPU time: other programs on the machine do not count.
 

@@ -66,6 +66,7 @@ def test_cache_forms(device, backend, dtype, kv_layout, form):
     check_decode(p, paged(p, rows, 16, kv_layout, form), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_head_dims(device, backend, head_dim):
@@ -79,6 +80,8 @@ def test_group_sizes(device, backend, dtype, group_size):
     check_decode(p, paged(p, rows), backend)
 
 
+@pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.one_type
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("window_left", [-1, 0, 33])
@@ -95,6 +98,7 @@ def test_several_queries_per_request(device, backend, dtype, q_len):
     check_decode(p, paged(p, rows), backend, q_len_per_req=q_len)
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.one_type
 @pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128), ((9, 80, 5), 256)])
 def test_prefill(device, backend, dtype, qo_lens, head_dim):
@@ -106,6 +110,7 @@ def test_prefill(device, backend, dtype, qo_lens, head_dim):
     check_prefill(p, paged(p, quantise(p), 8, "HND"), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.one_type
 @LAYOUTS
 def test_ragged_prefill(device, backend, dtype, kv_layout):
@@ -130,6 +135,7 @@ def test_single_prefill(device, dtype, qo_len):
     p.check(quire.single_prefill_with_kv_cache(p.q, k, v, causal=True, **given))
 
 
+@pytest.mark.slow
 @pytest.mark.one_type
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_mixed_batches(device, dtype, kv_layout):
@@ -145,6 +151,7 @@ def test_mixed_batches(device, dtype, kv_layout):
     p.check(*wrapper.run(p.q, cache.kv, **scales(p, cache)))
 
 
+@pytest.mark.slow
 @pytest.mark.one_type
 def test_prefill_beside_decode(device, dtype):
     """A prefill of 16 bits beside decodes over 4 bits, and both over 4 bits."""
@@ -169,6 +176,7 @@ def test_prefill_beside_decode(device, dtype):
     p.check(second)
 
 
+@pytest.mark.slow
 @pytest.mark.one_type
 @pytest.mark.parametrize("backend_of_levels", ["auto", "quire:fa2"])
 def test_cascades(device, dtype, backend_of_levels):

@@ -68,6 +68,7 @@ def test_the_longest_may_be_longer_than_any(device, dtype, q_len):
     p.check(call(p, q_len_per_req=q_len or 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("q_lens", [Q_LENS, (0, 1, 0, 0, 0, 0)], ids=str)
 def test_a_bound_costs_no_memory(device, q_lens, is_masked):

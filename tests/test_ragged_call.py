@@ -44,6 +44,7 @@ def test_results(device, dtype):
     p.check(*attend(p, **scales))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"causal": False}, {"window_left": 9}, {"head_dim": 128}], ids=str)
 def test_options(device, dtype, options):
     p = problem(device, dtype, **options)
@@ -59,6 +60,7 @@ def test_keys_that_are_views(device, dtype):
     p.check(*attend(p, value=both[..., 128:]))
 
 
+@pytest.mark.slow
 def test_queries_of_eight_bits(device):
     p = problem(device, torch.bfloat16)
     q, k, v = (x.to(torch.float8_e4m3fn) for x in (p.q, p.k, p.v))

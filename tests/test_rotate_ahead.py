@@ -111,6 +111,7 @@ def test_plans_one_after_another(device, dtype):
         p.check(*wrapper.run(p.q, cache.kv, return_lse=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window_left", "soft_cap"), [(33, None), (-1, 5.0)])
 def test_masks(device, dtype, window_left, soft_cap):
     p = problem(device, dtype, window_left=window_left, soft_cap=soft_cap)

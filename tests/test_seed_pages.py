@@ -65,6 +65,7 @@ def test_paged_prefill_page(device):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ragged_prefill_page(device):
     num_qo_heads, num_kv_heads = 64, 16
     # allocate 128MB workspace buffer
@@ -141,6 +142,7 @@ def test_xqa_pages_by_position(device):
     oracle.assert_close(output[:, 0], want.o, oracle.torch_error(q[:, 0], k, v, *indptrs, **options))
 
 
+@pytest.mark.slow
 def test_xqa_pages_by_keyword(device):
     """The third page's calls, with fewer and shorter requests; its sinks are keys without values."""
     batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, max_num_pages, max_seq_len = 3, 32, 8, 128, 16, 64, 256

@@ -161,7 +161,7 @@ def test_the_library_is_tested():
     assert ready == CASES.keys()
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", CASES)
 def test_library(name, device, backend):
     """Paged, with empty requests and NaN behind the keys."""
@@ -273,6 +273,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows"), GROUPS)
@@ -520,6 +521,7 @@ def test_decode(device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, sinks=sinks, return_lse=True, **of_run), sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [{"fixed_split_size": 128}, {"disable_split_kv": True}], ids=str)
 def test_splits_of_variants(split, device, backend):
     """Work tiles of a part of a row tile have their own place in the block mask."""
@@ -531,6 +533,7 @@ def test_splits_of_variants(split, device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
+@pytest.mark.slow
 def test_masks_of_long_variants(device, backend):
     """Many KV tiles of which the mask hides most, some in full."""
     p = Problem((300, 64), (2500, 64), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
@@ -541,6 +544,7 @@ def test_masks_of_long_variants(device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
+@pytest.mark.slow
 def test_a_soft_cap_with_a_mask(device, backend):
     """The pattern of a score beside a custom mask."""
     cap, mask = CASES["soft_cap"], CASES["document_mask"]
@@ -579,6 +583,7 @@ def test_masks_of_rows_that_share_a_query(head_dim, num_qo_heads, device, backen
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True))
 
 
+@pytest.mark.slow
 def test_fp8_cache(device, backend):
     dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
     p = Problem(*LENS, num_qo_heads=HEADS, device=device, dtype=dtype, kv_dtype=kv_dtype, causal=True)
@@ -589,6 +594,7 @@ def test_fp8_cache(device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
+@pytest.mark.slow
 def test_custom_mask_beside_a_score(device, backend):
     case = CASES["alibi"]
     p = problem(device).random_mask()
@@ -673,6 +679,7 @@ def test_single_calls_under_torch_compile(device, backend):
     p.check(*layer(slopes, 5), score=BOTH.score, sees=lambda at: (at.kv_idx < 3) | (at.distance > -5))
 
 
+@pytest.mark.slow
 def test_batches_of_prefills_and_decodes(device):
     p = problem(device, causal=True)
     cache = p.paged(16)
@@ -836,6 +843,7 @@ def test_masked_scores(device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True))
 
 
+@pytest.mark.slow
 def test_a_mask_of_heads(device, backend):
     """KV tiles are full or empty for all heads alike."""
     variant = quire.Variant(mask=lambda kv_idx, head, limit: kv_idx < limit[head], tensors={"limit": torch.int64})
@@ -847,6 +855,7 @@ def test_a_mask_of_heads(device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True))
 
 
+@pytest.mark.slow
 def test_sigmoid_attention(device, backend):
     """Without softmax: the sum of sigmoid(score + bias) * v."""
     p = Problem((9,), (40,), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))

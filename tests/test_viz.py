@@ -275,6 +275,7 @@ def test_the_page_has_the_timeline_unless_told_otherwise(tmp_path) -> None:
     assert "measured" in pages[0].read_text() and "measured" not in pages[1].read_text()
 
 
+@pytest.mark.slow
 def test_the_program_runs_as_a_module(tmp_path) -> None:
     command = [sys.executable, "-W", "error", "-m", "quire.viz", "--device", "cpu"]
     subprocess.run([*command, "--out", str(tmp_path / "page.html")], check=True, timeout=300)

@@ -87,6 +87,7 @@ def check_one_byte_less(wrapper: object, arguments: tuple[object, ...], options:
     assert int(said[2]) < GPU_CTAS
 
 
+@pytest.mark.slow
 def test_exactly_what_is_needed(monkeypatch):
     monkeypatch.setattr("quire.engine.planner.get_num_threads", lambda: GPU_CTAS)
     needs = [check(seed) for seed in range(1_500)]

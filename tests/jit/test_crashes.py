@@ -104,7 +104,7 @@ def kill_at(seconds: float, templates: Path, pids: Path, start: Callable[[Path],
 
 
 @pytest.mark.parametrize(("start", "deaf"), KILLED)
-@pytest.mark.parametrize("times", [2, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_process_stops_nobody_and_leaves_no_compiler(
     times: int, start: Callable[[Path], None], deaf: bool, templates: Path, fake: FakeCompiler, tmp_path: Path,
     cache: Path, restart: Callable[[], None],
