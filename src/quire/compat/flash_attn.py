@@ -45,6 +45,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip
 
+__version__ = "2.8.3"  #: of the API
 Result = Any  #: out, or a tuple of out, softmax_lse and what else was asked for
 _ALL = (-1, -1)
 

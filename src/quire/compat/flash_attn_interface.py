@@ -83,9 +83,9 @@ Result = Any  #: out, or (out, softmax_lse)
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
     qv: torch.Tensor | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None, window_size: Window = ALL, attention_chunk: int = 0, softcap: float = 0.0,
-    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
-    return_attn_probs: bool = False, **forks: Unpack[Keywords],
+    v_descale: torch.Tensor | None = None, window_size: Window = ALL, attention_chunk: int | None = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False, **forks: Unpack[Keywords],
 ) -> Result:  # fmt: skip
     """Attention of a batch of requests of equal length.
 
@@ -114,7 +114,7 @@ def flash_attn_func(
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, window_size: Window = ALL,
-    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    attention_chunk: int | None = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
     sm_margin: int = 0, return_attn_probs: bool = False, **forks: Unpack[Keywords],
 ) -> Result:  # fmt: skip
     """flash_attn_func() with queries, keys and values in one tensor.
@@ -144,7 +144,7 @@ def flash_attn_varlen_func(
     seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None, softmax_scale: float | None = None,
     causal: bool = False, qv: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, window_size: Window = ALL,
-    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    attention_chunk: int | None = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
     deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False, **forks: Unpack[VarlenKeywords],
 ) -> Result:  # fmt: skip
     """Attention of a batch of requests of different lengths, concatenated in one tensor.
@@ -206,7 +206,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: torch.Tensor | None = None, max_seqlen_q: int | None = None,
     rotary_seqlens: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = ALL, attention_chunk: int = 0, softcap: float = 0.0,
+    causal: bool = False, window_size: Window = ALL, attention_chunk: int | None = 0, softcap: float = 0.0,
     rotary_interleaved: bool = True, scheduler_metadata: torch.Tensor | None = None, num_splits: int = 0,
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
     **forks: Unpack[CacheKeywords],
@@ -305,7 +305,7 @@ def get_scheduler_metadata(
     cache_seqlens: torch.Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None, page_size: int | None = None, max_seqlen_k_new: int = 0,
-    causal: bool = False, window_size: Window = ALL, attention_chunk: int = 0, has_softcap: bool = False,
+    causal: bool = False, window_size: Window = ALL, attention_chunk: int | None = 0, has_softcap: bool = False,
     num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """What engines compute once per step and pass as scheduler_metadata: int32 [1], which has no effect.

@@ -75,7 +75,25 @@ _REFUSED = {
     "aux_tensors": "use quire.flex_attention() or a quire.Variant",
     "q_scale": "q_descale is the factor of 8-bit queries",
     "attention_mask": "use a custom mask of quire.BatchPrefillWithRaggedKVCacheWrapper",
+    "gather_kv_valid_length": "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
+    "block_sparse_tensors": "use quire.VariableBlockSparseAttentionWrapper",
+    "aux_tensor_leading_dims": "use quire.flex_attention() or a quire.Variant",
+    "dynamic_causal": "call once for the requests with causal=True and once for the others",
+    "output_scale": "results have 16 bits",
+    "sfq": "quantize keys and values with nvfp4_quantize_append_paged_kv_cache()",
+    "sfk": "pass kv_cache_sf of quire.BatchPrefillWithPagedKVCacheWrapper.run()",
+    "sfv": "pass kv_cache_sf of quire.BatchPrefillWithPagedKVCacheWrapper.run()",
+    "rel_bias": "use quire.flex_attention() or a quire.Variant",
+    "rel_bias_prep_cache": "use quire.flex_attention() or a quire.Variant",
 }
+
+
+def fork_keywords(function: str) -> tuple[str, ...]:
+    """The keywords that forks of FlashAttention-3 pass to one of its functions, those that are refused last."""
+    known: Any = {"flash_attn_varlen_func": VarlenKeywords, "flash_attn_with_kvcache": CacheKeywords}.get(
+        function, Keywords
+    )
+    return (*sorted(known.__optional_keys__), *_REFUSED)
 
 
 class Options(NamedTuple):
@@ -102,7 +120,7 @@ class Given(NamedTuple):
     softmax_scale: float | None
     causal: bool
     window_size: Window
-    attention_chunk: int
+    attention_chunk: int | None
     softcap: float
     num_splits: int
     pack_gqa: bool | None
@@ -127,8 +145,8 @@ class Given(NamedTuple):
         if metadata is not None:
             tensor_of(metadata, "scheduler_metadata")
         options = Options(
-            scoring, check_count(self.attention_chunk, "attention_chunk"), _one_of(keywords, _SINKS, self.num_heads),
-            get("out"), self.return_lse or any(map(get, _LSE)),
+            scoring, check_count(self.attention_chunk or 0, "attention_chunk"),
+            _one_of(keywords, _SINKS, self.num_heads), get("out"), self.return_lse or any(map(get, _LSE)),
         )  # fmt: skip
         _check_ranks(options, self.qo_len, keywords)
         return options

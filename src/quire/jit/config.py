@@ -245,6 +245,21 @@ def flashinfer_overlay() -> str:
     return value
 
 
+def flash_attn_overlay() -> str:
+    """QUIRE_FLASH_ATTN: whether engines' FlashAttention is Quire's: "off", "auto" (where Quire has run) or "on"; "" if
+    it is not set.
+    """
+    value = (_read("QUIRE_FLASH_ATTN") or "").lower()
+    if value not in ("", "auto", "on", "off"):
+        raise _invalid("QUIRE_FLASH_ATTN", value, "auto, on or off")
+    return value
+
+
+def ask_for_overlays() -> None:
+    """Set QUIRE_FLASH_ATTN and QUIRE_FLASHINFER to "on", for this process and for those that it starts."""
+    os.environ.update(QUIRE_FLASH_ATTN="on", QUIRE_FLASHINFER="on")
+
+
 def reports_progress() -> bool:
     """Whether this process is the one of its node that prints progress (LOCAL_RANK unset or 0)."""
     return (_read("LOCAL_RANK") or "0") == "0"

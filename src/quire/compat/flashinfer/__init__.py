@@ -44,7 +44,7 @@ def activate() -> None:
             f"QUIRE_FLASHINFER=on replaces it"
         )
         return
-    devices.start()
+    devices.start("flashinfer")
     (overlay if is_installed else standin).activate()
 
 
@@ -52,7 +52,7 @@ def deactivate() -> None:
     """Undo activate(). Names that a program has imported from `flashinfer` in the meantime remain Quire's."""
     overlay.deactivate()
     standin.deactivate()
-    devices.stop()
+    devices.stop("flashinfer")
 
 
 def report() -> str:

@@ -163,7 +163,7 @@ def round_up(x: int, y: int) -> int:
 
 
 #: Modules whose functions stand around those that the program has called.
-_DECORATORS = (foreign.__module__, "quire.compat.flashinfer.fallback")
+_DECORATORS = (foreign.__module__, "quire.compat.flashinfer.fallback", "quire.compat.engines.in_place")
 _run: Any = Attention.run
 _replay = Replay.__call__
 _served: Counter[tuple[str, str]] = Counter()
@@ -172,11 +172,16 @@ _left: Counter[tuple[str, str]] = Counter()
 
 
 _unwatch: Callable[[], None] = lambda: None  # noqa: E731
+_owners: set[str] = set()  #: who wants calls to be counted
 
 
-def start() -> None:
-    """Count from now on, from nothing, and report compiles to vLLM's monitor."""
+def start(owner: str) -> None:
+    """Count from now on, from nothing if nobody has counted, and report compiles to vLLM's monitor."""
     global _unwatch
+    is_on = bool(_owners)
+    _owners.add(owner)
+    if is_on:
+        return
     _served.clear()
     _refused.clear()
     _left.clear()
@@ -186,8 +191,11 @@ def start() -> None:
     Replay.__call__ = _counted_again  # type: ignore[method-assign]
 
 
-def stop() -> None:
-    """Count and report no more."""
+def stop(owner: str) -> None:
+    """Count and report no more, unless another owner wants it."""
+    _owners.discard(owner)
+    if _owners:
+        return
     _unwatch()
     Attention.run = _run  # type: ignore[method-assign]
     Replay.__call__ = _replay  # type: ignore[method-assign]
@@ -216,6 +224,16 @@ def refused(path: str) -> None:
 def left(name: str, cause: str) -> None:
     """A call went to the FlashInfer that is installed."""
     _left[name, cause] += 1
+
+
+def is_counting() -> bool:
+    """Whether calls are counted."""
+    return bool(_owners)
+
+
+def has_calls() -> bool:
+    """Whether any call was served, or left to another library."""
+    return bool(_served or _left)
 
 
 def report() -> str:

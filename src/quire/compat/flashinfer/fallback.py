@@ -32,18 +32,20 @@ def over(ours: Any, theirs: Any) -> Any:
     if inspect.isclass(ours) and inspect.isclass(theirs):
         return _class_over(ours, theirs) if any(hasattr(ours, name) for name in _PLANNING) else theirs
     if inspect.isfunction(ours) and callable(theirs) and not inspect.isclass(theirs):
-        return _function_over(ours, theirs)
+        return function_over(ours, theirs)
     return ours
 
 
-def _function_over(ours: _Call, theirs: _Call) -> _Call:
+def function_over(ours: _Call, theirs: _Call, library: str = "FlashInfer") -> _Call:
+    """A function that is `ours`, and `theirs`, of that library, for what ours refuses."""
+
     @wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return ours(*args, **kwargs)
         except (UnsupportedError, TypeError) as error:
             refusal = error
-        _leave(ours.__name__, refusal, (ours, theirs), args, kwargs)
+        _leave(ours.__name__, refusal, (ours, theirs), args, kwargs, library)
         return theirs(*args, **kwargs)
 
     _show_signature(call, theirs)
@@ -59,9 +61,10 @@ def _show_signature(call: Any, theirs: _Call) -> None:
 
 
 def _leave(
-    name: str, refusal: Exception, pair: tuple[_Call, _Call], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Say and count that FlashInfer serves a call; raise the refusal of one that is for Quire alone."""
+    name: str, refusal: Exception, pair: tuple[_Call, _Call], args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    library: str = "FlashInfer",
+) -> None:  # fmt: skip
+    """Say and count that the library serves a call; raise the refusal of one that is for Quire alone."""
     values = (*args, *kwargs.values())
     is_ours = any(isinstance(value, Variant) or str(value).startswith("quire:") for value in values if _is_word(value))
     newer = "" if isinstance(refusal, UnsupportedError) else _newer(*pair, kwargs)
@@ -70,7 +73,7 @@ def _leave(
     cause = str(refusal).splitlines()[0].split("; expected ")[0].split(", got ")[0]
     cause = f"{newer}: an argument that came later" if newer else cause
     devices.left(name, cause)
-    events.warn_once(f"FlashInfer serves {name}: {cause}")
+    events.warn_once(f"{library} serves {name}: {cause}")
 
 
 def _is_word(value: Any) -> bool:

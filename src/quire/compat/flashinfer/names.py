@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib.abc import Loader, MetaPathFinder
@@ -258,6 +258,24 @@ class _StandIn(DistributionFinder, MetaPathFinder, Loader):
 standin = _StandIn()
 
 
+def spec_and_then(
+    finder: MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None,
+    then: Callable[[str], None],
+) -> ModuleSpec | None:  # fmt: skip
+    """The spec that others than `finder` find, whose loader calls `then` with the name of the module afterwards."""
+    finders = (other for other in sys.meta_path if other is not finder)
+    spec = next(filter(None, (other.find_spec(fullname, path, target) for other in finders)), None)
+    if spec is not None and spec.loader is not None:
+        exec_module = spec.loader.exec_module
+
+        def exec_and_then(module: ModuleType) -> None:
+            exec_module(module)
+            then(fullname)
+
+        spec.loader.exec_module = exec_and_then  # type: ignore[method-assign]  # of this loader alone
+    return spec
+
+
 _MISSING = object()
 
 
@@ -301,17 +319,7 @@ class _Overlay(MetaPathFinder):
         root, _, tail = fullname.partition(".")
         if root != _ROOT or tail not in served():
             return None
-        finders = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
-        if spec is not None and spec.loader is not None:
-            exec_module = spec.loader.exec_module
-
-            def exec_and_replace(module: ModuleType) -> None:
-                exec_module(module)
-                self.loaded(fullname)
-
-            spec.loader.exec_module = exec_and_replace  # type: ignore[method-assign]  # of this loader alone
-        return spec
+        return spec_and_then(self, fullname, path, target, self.loaded)
 
     def loaded(self, fullname: str) -> None:
         """A module has been executed."""

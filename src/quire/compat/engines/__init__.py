@@ -1,0 +1,178 @@
+"""Quire in vLLM and SGLang where they take FlashAttention, as they do on Hopper by default.
+
+Backends by name, once Quire is installed:
+
+    vllm serve ... --attention-backend QUIRE                # QUIRE_MLA for DeepSeek's models
+    python -m sglang.launch_server ... --attention-backend quire
+
+In the place of FlashAttention, whichever backend calls it, also in programs that are no engines:
+
+    QUIRE_FLASH_ATTN=auto vllm serve ...
+
+    from quire.compat import engines
+    engines.install()               # before or after FlashAttention is imported
+
+install() replaces the functions of `vllm.vllm_flash_attn`, `sgl_kernel.flash_attn`, `flash_attn_interface` and
+`flash_attn` where they are installed. A call that Quire refuses goes to the function that was there; the log says so
+once for each cause, and report() counts such calls. Wrong input stays an error. Nothing is replaced on a machine with a
+GPU on which no variant of Quire has run (`quire matrix`), unless QUIRE_FLASH_ATTN=on says so.
+
+vLLM and SGLang call vllm_plugin() and sglang_plugin() in each of their processes, through the entry points
+vllm.general_plugins and sglang.srt.plugins. Both also call quire.compat.flashinfer.activate(). If an engine has made 50
+steps without a call that Quire could serve, the log says once which flag to set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from quire.compat import flashinfer
+from quire.compat.engines import sglang
+from quire.compat.engines.in_place import install, uninstall
+from quire.compat.flashinfer import devices
+from quire.compat.flashinfer.names import spec_and_then
+from quire.jit import config, events
+
+__all__ = ["install", "report", "sglang_plugin", "uninstall", "vllm_member", "vllm_plugin"]
+
+_MOST_STEPS = 50  #: without a call, before the log says so
+
+
+def report() -> str:
+    """The calls since install() or quire.compat.flashinfer.activate(), as quire.compat.flashinfer.report() has them."""
+    return devices.report()
+
+
+def vllm_plugin() -> None:
+    """What vLLM calls in each of its processes: FlashInfer's attention, QUIRE_FLASH_ATTN, the backends by name."""
+    flashinfer.activate()
+    if config.flash_attn_overlay():
+        install()
+    for kind, (*_, classes) in _REGISTRIES.items():
+        for name in classes:
+            vllm_member(kind, name)
+    flag = "--attention-backend QUIRE (QUIRE_MLA for DeepSeek's models)"
+    _watch(
+        _Steps("GPUModelRunner.execute_model", flag),
+        ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
+    )
+
+
+#: Names in vLLM's registries of backends: the module and the class of each registry, its function, and Quire's classes.
+_REGISTRIES = {
+    "attention": (
+        "vllm.v1.attention.backends.registry", "AttentionBackendEnum", "register_backend",
+        {"QUIRE": "QuireAttentionBackend", "QUIRE_MLA": "QuireMLABackend"},
+    ),
+    "mla_prefill": (
+        "vllm.v1.attention.backends.mla.prefill.registry", "MLAPrefillBackendEnum", "register_mla_prefill_backend",
+        {"QUIRE": "QuireMLAPrefillBackend"},
+    ),
+}  # fmt: skip
+
+
+def vllm_member(kind: str, name: str) -> Any:
+    """The member of vLLM's enumeration of backends with one of Quire's names, registered if it is not.
+
+    A process that vLLM starts anew reads its configuration before it loads plug-ins: members are pickled as calls of
+    this function. Raises KeyError for other names.
+    """
+    module, enumeration, function, classes = _REGISTRIES[kind]
+    registry = importlib.import_module(module)
+    members = getattr(registry, enumeration).__members__
+    if name not in members:
+        getattr(registry, function)(name, f"quire.compat.engines.vllm.{classes[name]}")
+        members[name].__reduce_ex__ = lambda _protocol: (vllm_member, (kind, name))
+    return members[name]
+
+
+def sglang_plugin() -> None:
+    """What SGLang calls in each of its processes: FlashInfer's attention, QUIRE_FLASH_ATTN, the backend by name."""
+    flashinfer.activate()
+    if config.flash_attn_overlay():
+        install()
+    sglang.register()
+    _later.after(sglang.REGISTRY, sglang.register_backend)
+    _watch(_Steps("ModelRunner.forward", "--attention-backend quire"), ("sglang.srt.model_executor.model_runner",))
+
+
+# --- steps of engines ------------------------------------------------------------------------------------------------
+
+
+class _Steps:
+    """Counts the steps of an engine until Quire has served a call, or says after some that it has not."""
+
+    def __init__(self, method: str, flag: str) -> None:
+        self._owner, _, self._method = method.partition(".")
+        self._flag, self._count = flag, 0
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self, module: str) -> None:
+        """Count the calls of the method in a module."""
+        owner = getattr(sys.modules[module], self._owner, None)
+        method = getattr(owner, "__dict__", {}).get(self._method)
+        if method is None:  # another version of the engine
+            return
+
+        @wraps(method)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._note()
+            return method(*args, **kwargs)
+
+        setattr(owner, self._method, step)
+        self._undo.append(lambda: setattr(owner, self._method, method))
+
+    def _note(self) -> None:
+        self._count += 1
+        if not devices.has_calls():
+            if self._count <= _MOST_STEPS:
+                return
+            events.warn_once(
+                f"Quire has served none of {_MOST_STEPS} steps: the engine takes another library's attention; start it "
+                f"with {self._flag}, or with QUIRE_FLASH_ATTN=auto in its environment"
+            )
+        self.end()
+
+    def end(self) -> None:
+        """Count no more."""
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Later(MetaPathFinder):
+    """Calls functions with the names of modules after these are imported."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Callable[[str], None]] = {}  #: by module
+
+    def after(self, module: str, call: Callable[[str], None]) -> None:
+        """Call it once the module is there."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        self.calls[module] = call
+        if module in sys.modules:
+            call(module)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that others find, for the modules named."""
+        call = self.calls.get(fullname)
+        return None if call is None else spec_and_then(self, fullname, path, target, call)
+
+
+_later = _Later()
+
+
+def _watch(steps: _Steps, modules: Sequence[str]) -> None:
+    """Count steps in these modules, where calls are counted and nobody has begun to."""
+    if devices.is_counting() and modules[0] not in _later.calls:
+        for module in modules:
+            _later.after(module, steps.begin)
