@@ -40,6 +40,7 @@ from quire.compat.flash_attn_interface_batch import (
     Keywords,
     Options,
     Scales,
+    ScheduleKeywords,
     VarlenKeywords,
     Window,
     attend,
@@ -301,21 +302,23 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(
-    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
-    cache_seqlens: torch.Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int | None = None,
+    num_heads_kv: int | None = None, headdim: int | None = None, cache_seqlens: torch.Tensor | None = None,
+    qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None, page_size: int | None = None, max_seqlen_k_new: int = 0,
     causal: bool = False, window_size: Window = ALL, attention_chunk: int | None = 0, has_softcap: bool = False,
-    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, **forks: Unpack[ScheduleKeywords],
 ) -> torch.Tensor:  # fmt: skip
     """What engines compute once per step and pass as scheduler_metadata: int32 [1], which has no effect.
 
     Quire's own schedule is made on the device in each call. Of the arguments, cache_seqlens [batch_size] says where
-    the result lies; the others are FlashAttention's. Raises ValidationError if cache_seqlens is no tensor.
+    the result lies; the others are FlashAttention's, and num_heads, num_heads_k are SGLang's names of two of them.
+    Raises ValidationError if cache_seqlens is no tensor.
     """
     del qkv_dtype, headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal
     del max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, window_size, attention_chunk, has_softcap
-    del num_splits, pack_gqa, sm_margin
+    del num_splits, pack_gqa, sm_margin, forks
     check_count(batch_size, "batch_size")
     return torch.zeros(1, dtype=torch.int32, device=tensor_of(cache_seqlens, "cache_seqlens").device)
 

@@ -61,6 +61,13 @@ class CacheKeywords(_Common, total=False):
     cp_tot_seqused_k: torch.Tensor | None
 
 
+class ScheduleKeywords(TypedDict, total=False):
+    """Those of get_scheduler_metadata()."""
+
+    num_heads: int
+    num_heads_k: int
+
+
 _OF_SIGNATURES = {"scheduler_metadata"}  #: passed on beside those of forks
 
 

@@ -97,11 +97,8 @@ def called_as(ours: _Call, theirs: _Call) -> _Call:
     """`ours` with the order of arguments and the number of splits of `theirs`; UnsupportedError also for what cannot be
     done here and now: gradients, some calls in captures of CUDA graphs, machines without a compiler.
     """
-    known = _keywords(ours)
-    parameters = _parameters(theirs) or known
-    order = [
-        name for name, kind in parameters.items() if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
-    ]
+    known, parameters = _keywords(ours), _parameters(theirs)
+    order = _order(parameters) or _order(known)
     splits = parameters.get("num_splits")
     defaults = {"num_splits": splits.default} if "num_splits" in known and splits is not None else {}
 
@@ -118,6 +115,11 @@ def called_as(ours: _Call, theirs: _Call) -> _Call:
 
     call.__signature__ = inspect.Signature(list(known.values()))  # type: ignore[attr-defined]
     return call
+
+
+def _order(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The names of arguments that may be passed without them."""
+    return [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _parameters(call: _Call) -> Mapping[str, inspect.Parameter]:
