@@ -75,7 +75,9 @@ engines: $(STAMP)
 	$(BIN)/python engines/fetch.py $(ENGINES)
 	mkdir -p -m 700 $(QUIRE_CACHE_DIR)
 	$(BIN)/python engines/run_sglang.py $(ENGINES)/sglang
+	$(BIN)/python engines/run_sglang_flash.py $(ENGINES)/sglang
 	$(BIN)/python engines/run_vllm.py $(ENGINES)/vllm
+	$(BIN)/python engines/run_vllm_flash.py $(ENGINES)/vllm
 	$(BIN)/python engines/run_small.py $(ENGINES)
 
 # SAMPLE: how many cases of each test function, 0 for all 260,000; SEED: which.

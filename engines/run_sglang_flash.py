@@ -73,10 +73,19 @@ def page_table(req_to_token, rows, lens, out, page_size, *swa):
         out[i, :n] = req_to_token[row, : n * page_size : page_size] // page_size
 
 
+def decode_metadata(
+    lens, cu_seqlens, table, req_to_token, rows, pages, seq_lens, delta, page_size, swa_table, **ignored
+):
+    lens.copy_(seq_lens + delta)
+    cu_seqlens[1:] = lens.cumsum(0)
+    page_table(req_to_token, rows, lens, table, page_size)
+
+
 AttentionType = enum.Enum("AttentionType", "DECODER DECODER_BIDIRECTIONAL ENCODER_ONLY")
 names = {
     "sglang.kernels.jit.utils": {"cache_once": lambda f: f},
     "sglang.kernels.kernel_api_logging": {"debug_kernel_api": lambda f: f},
+    "sglang.kernels.ops.attention.metadata": {"normal_decode_set_metadata": decode_metadata},
     "sglang.kernels.ops.attention.trtllm_mha_page_table": {"build_trtllm_mha_page_table": page_table},
     "sglang.srt.configs.model_config": {"AttentionArch": enum.Enum("AttentionArch", "MHA MLA")},
     "sglang.srt.environ": {"envs": NS(SGLANG_USE_SGL_FA3_KERNEL=NS(get=lambda: True))},

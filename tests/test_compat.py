@@ -17,6 +17,7 @@ import torch
 import quire
 from calls import NOTHING, plan_paged, plan_ragged
 from problems import Problem, workspace
+from quire.compat import engines
 from quire.compat import flashinfer as compat
 from quire.compat.flashinfer.names import REFUSED, VERSION, overlay, served, standin
 
@@ -300,5 +301,6 @@ def test_served_names_are_those_of_the_public_modules() -> None:
 
 def test_entry_points_of_engines() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
-        assert f'[project.entry-points."{group}"]\nquire = "quire.compat.flashinfer:activate"' in text
+    for group, plugin in (("vllm.general_plugins", "vllm_plugin"), ("sglang.srt.plugins", "sglang_plugin")):
+        assert f'[project.entry-points."{group}"]\nquire = "quire.compat.engines:{plugin}"' in text
+        assert callable(getattr(engines, plugin))

@@ -55,8 +55,8 @@ def vllm_plugin() -> None:
     flashinfer.activate()
     if config.flash_attn_overlay():
         install()
-    for kind, (*_, classes) in _REGISTRIES.items():
-        for name in classes:
+    for kind, (*_, backends) in _REGISTRIES.items():
+        for name in backends:
             vllm_member(kind, name)
     flag = "--attention-backend QUIRE (QUIRE_MLA for DeepSeek's models)"
     _watch(
@@ -65,7 +65,7 @@ def vllm_plugin() -> None:
     )
 
 
-#: Names in vLLM's registries of backends: the module and the class of each registry, its function, and Quire's classes.
+#: vLLM's registries of backends: the module of each, its enumeration, its function, and Quire's backends by name.
 _REGISTRIES = {
     "attention": (
         "vllm.v1.attention.backends.registry", "AttentionBackendEnum", "register_backend",
@@ -84,11 +84,11 @@ def vllm_member(kind: str, name: str) -> Any:
     A process that vLLM starts anew reads its configuration before it loads plug-ins: members are pickled as calls of
     this function. Raises KeyError for other names.
     """
-    module, enumeration, function, classes = _REGISTRIES[kind]
+    module, enumeration, function, backends = _REGISTRIES[kind]
     registry = importlib.import_module(module)
     members = getattr(registry, enumeration).__members__
     if name not in members:
-        getattr(registry, function)(name, f"quire.compat.engines.vllm.{classes[name]}")
+        getattr(registry, function)(name, f"quire.compat.engines.vllm.{backends[name]}")
         members[name].__reduce_ex__ = lambda _protocol: (vllm_member, (kind, name))
     return members[name]
 

@@ -24,12 +24,6 @@ NAME = "quire"
 _OPTIONS = (
     "attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend",
 )  # fmt: skip
-#: Lists of names in SGLang's choices of options that are to have this one.
-_CHOICES = (
-    "ATTENTION_BACKEND_CHOICES", "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS",
-    "DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "DRAFT_ATTENTION_BACKEND_CHOICES",
-    "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
-)  # fmt: skip
 
 
 def register() -> None:
@@ -37,8 +31,9 @@ def register() -> None:
     choices = importlib.import_module("sglang.srt.arg_groups.choices")
     if NAME in choices.ATTENTION_BACKEND_CHOICES:
         return
-    for name in _CHOICES:
-        getattr(choices, name, []).append(NAME)
+    for name, names in vars(choices).items():
+        if "ATTENTION_BACKEND" in name and isinstance(names, list) and "fa3" in names:
+            names.append(NAME)
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks.HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", resolve, hooks.HookType.BEFORE)
 

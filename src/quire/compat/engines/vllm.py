@@ -1,8 +1,8 @@
 """vLLM's backends QUIRE and QUIRE_MLA: its backends of FlashAttention, with Quire's functions.
 
-Only vLLM imports this module, when one of the names is chosen. Metadata, writes to the cache, and the classes' other
-answers to vLLM are inherited; forward() calls Quire, and no schedule is made ahead of it. What Quire's functions lack
-is not promised: decode context parallelism, the masks of images in PrefixLM models, and R-SWA.
+Only vLLM imports this module, when one of the names is chosen. Metadata, writes to the cache, and most answers to vLLM
+are inherited; forward() calls Quire, and no schedule is made ahead of it. What Quire's functions lack is not promised:
+decode context parallelism, the masks of images in PrefixLM models, and R-SWA.
 """
 
 from __future__ import annotations

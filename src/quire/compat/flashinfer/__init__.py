@@ -5,8 +5,8 @@
 
     python -m quire.compat.flashinfer serve.py --model ...
 
-Once Quire is installed, vLLM and SGLang call activate() in each of their processes, through the entry points
-vllm.general_plugins and sglang.srt.plugins (VLLM_PLUGINS and SGLANG_PLUGINS restrict which plug-ins they load).
+Once Quire is installed, vLLM and SGLang call activate() in each of their processes, by way of quire.compat.engines
+(VLLM_PLUGINS and SGLANG_PLUGINS restrict which plug-ins they load).
 
 If FlashInfer is installed, Quire replaces its functions for attention, pages and packed bits, and leaves all others:
 norms, sampling, GEMMs, MoE, communication. A call that Quire refuses, because of an argument or because no kernel takes
