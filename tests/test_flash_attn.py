@@ -126,6 +126,129 @@ def test_alibi(device, backend, dtype, per_request):
     oracle.assert_close(out, ref.o, oracle.torch_error(q, k, v, *indptrs, **how), indptrs[0])
 
 
+def biased(q, k, v, slopes, causal, cap=0.0, left=-1, right=-1, scale=None):
+    """One request with FlashAttention's bias in float64; rows that see no key are 0. slopes: [num_heads]."""
+    n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    far = torch.arange(m, device=q.device) - (torch.arange(n, device=q.device)[:, None] + m - n)
+    seen = (far <= (0 if causal else right if right >= 0 else m)) & (far >= (-left if left >= 0 else -m - n))
+    logits = (logits - slopes.double()[:, None, None] * far.abs()).masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1).nan_to_num(0.0), v)
+
+
+@pytest.mark.first(4)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("per_request", [False, True])
+def test_any_slopes(device, backend, dtype, causal, cap, per_request):
+    """Other numbers than the paper's, to both sides, behind the cap, for each request; new numbers in the same call."""
+    q, k, v = ragged(dtype, device, num_heads=6)
+    cu = offsets(Q_LENS, device), offsets(KV_LENS, device)
+    for seed in (1, 2, 3):
+        slopes = random(*((4, 6) if per_request else (6,)), device=device, dtype=torch.float32, seed=seed).abs() / 3
+        out = flash_attn_varlen_func(
+            q, k, v, *cu, 17, 20, causal=causal, alibi_slopes=slopes, softcap=cap, window_size=(9, -1)
+        )
+        at = [0, 0]
+        for i, (n, m) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
+            rows, keys = slice(at[0], at[0] + n), slice(at[1], at[1] + m)
+            want = biased(q[rows], k[keys], v[keys], slopes[i] if per_request else slopes, causal, cap, left=9)
+            atol = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+            torch.testing.assert_close(out[rows].double(), want, atol=atol, rtol=0)
+            at = [at[0] + n, at[1] + m]
+
+
+def test_slopes_over_a_cache(device, backend):
+    """Slopes on the host, too, which are copied; in a replay their new numbers are."""
+    q, pages = random(2, 1, 8, 64, device=device, dtype=torch.float16), random(2, 6, 8, 2, 64, device=device)
+    k, v = pages.half()
+    table, lens = torch.tensor([[3, 1, 0], [2, 5, 4]]).int().to(device), ints((20, 13), device)
+    for seed in (1, 2, 3):
+        slopes = random(8, device="cpu", dtype=torch.float32, seed=seed).abs()
+        out = flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lens, block_table=table, alibi_slopes=slopes, window_size=(-1, -1)
+        )
+        for i, m in enumerate((20, 13)):
+            keys = [t[table[i].long()].flatten(0, 1)[:m] for t in (k, v)]
+            want = biased(q[i], *keys, slopes.to(device), causal=True)
+            assert (out[i].double() - want).abs().max() < 3e-3
+
+
+DIMS = (1, 7, 16, 40, 59, 111, 250)
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("dim", DIMS)
+def test_any_head_dim(device, backend, dtype, dim):
+    q, k, v = (random(2, n, h, dim, device=device, dtype=dtype, seed=h) for n, h in ((5, 6), (9, 2), (9, 2)))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert out.shape == q.shape and out.is_contiguous()
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), *flat, (5, 5), (9, 9), causal=True)
+    cu = offsets((5, 5), device), offsets((9, 9), device)
+    ragged_ = flash_attn_varlen_func(*flat, *cu, 5, 9, causal=True)
+    check(ragged_, None, *flat, (5, 5), (9, 9), causal=True)
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("dim", [1, 59, 111])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_any_head_dim_of_a_cache(device, backend, dtype, dim, is_paged):
+    """New tokens are written into the caller's cache, whatever is computed on a copy."""
+    q, new = random(2, 2, 6, dim, device=device, dtype=dtype), random(2, 2, 2, 2, dim, device=device, dtype=dtype)
+    cache = random(2, *((5, 8) if is_paged else (2, 20)), 2, dim, device=device, dtype=dtype, seed=3)
+    lens, table = ints((9, 4), device), torch.tensor([[4, 0], [3, 2]]).int().to(device)
+    given = {"block_table": table} if is_paged else {}
+    rows = [[cache[j][table[i].long()].flatten(0, 1) if is_paged else cache[j][i] for i in (0, 1)] for j in (0, 1)]
+    keys = [
+        torch.cat([torch.cat([side[i][:n], new[j][i]]) for i, n in enumerate((9, 4))]) for j, side in enumerate(rows)
+    ]
+    out = flash_attn_with_kvcache(q, *cache, *new, cache_seqlens=lens, causal=True, **given)
+    check(out.flatten(0, 1), None, q.flatten(0, 1), *keys, (2, 2), (11, 6), causal=True)
+    written = cache[0][table[0, 1], 1] if is_paged else cache[0][0, 9]
+    assert torch.equal(written, new[0][0, 0])
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_more_tokens_than_a_block_table_has_pages_for(device, appends):
+    """As FlashAttention: RuntimeError, also where lengths lie on a GPU."""
+    q, pages = random(1, 1, 2, 64, device=device).half(), random(2, 4, 16, 1, 64, device=device).half()
+    table, new = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.zeros(1, 1, 1, 64, device=device).half()
+    more = {"k": new, "v": new} if appends else {}
+    with pytest.raises(RuntimeError, match=r"cache_seqlens: expected at most 16 tokens, .*block_table.* got 17"):
+        flash_attn_with_kvcache(q, *pages, **more, cache_seqlens=ints((17 - appends,), device), block_table=table)
+    assert not flash_attn_with_kvcache(q, *pages, cache_seqlens=ints((16,), device), block_table=table).isnan().any()
+
+
+def test_functions_below_the_public_ones(device, backend):
+    """Ring attention, diffusers and older programs call them."""
+    q, k, v = ragged(torch.float16, device)
+    cu = offsets(Q_LENS, device), offsets(KV_LENS, device)
+    want, lse, _ = flash_attn_varlen_func(q, k, v, *cu, 17, 20, 0.0, 0.2, True, return_attn_probs=True)
+    for call in (flash_attn._flash_attn_varlen_forward, flash_attn._wrapped_flash_attn_varlen_forward):
+        out, lse_, mask, state = call(q, k, v, *cu, 17, 20, 0.0, 0.2, True, return_softmax=True)
+        assert torch.equal(out, want) and torch.equal(lse_, lse) and not mask.numel() and state.dtype is torch.int64
+    assert torch.equal(flash_attn.flash_attn_unpadded_func(q, k, v, *cu, 17, 20, 0.0, 0.2, True), want)
+    used = ints((11, 2, 17, 0), device)
+    out = flash_attn._flash_attn_varlen_forward(
+        q, k, v, *cu, max_seqlen_q=17, max_seqlen_k=20, dropout_p=0.0, softmax_scale=0.2, causal=True, seqused_k=used
+    )[0]
+    starts = oracle.indptr_of(KV_LENS)
+    keys = [torch.cat([t[a : a + n] for a, n in zip(starts, used.tolist(), strict=False)]) for t in (k, v)]
+    check(out, None, q, *keys, Q_LENS, tuple(used.tolist()), causal=True, sm_scale=0.2)
+    equal = [random(2, n, h, 64, device=device, dtype=torch.float16) for n, h in ((5, 8), (9, 2), (9, 2))]
+    for call in (flash_attn._flash_attn_forward, flash_attn._wrapped_flash_attn_forward):
+        out, lse, mask, _ = call(*equal, 0.0, 0.2, False, 4, 2, 5.0, None, False)
+        again = flash_attn_func(*equal, 0.0, 0.2, False, (4, 2), 5.0, return_attn_probs=True)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1]) and not mask.numel()
+    with pytest.raises(quire.UnsupportedError, match="leftpad_k"):
+        flash_attn._flash_attn_varlen_forward(q, k, v, *cu, 17, 20, 0.0, 0.2, True, leftpad_k=used)
+    with pytest.raises(quire.UnsupportedError, match="dropout_p"):
+        flash_attn._flash_attn_varlen_forward(q, k, v, *cu, 17, 20, 0.1, 0.2, True)
+
+
 LENS, NEW = (11, 0, 24, 5), 3  # tokens in the cache, and new ones
 
 
@@ -398,12 +521,7 @@ LEN = torch.tensor([9, 9], dtype=torch.int32)
         (lambda: flash_attn_func(Q, K, K, window_size=3), quire.ValidationError, "window_size"),
         (lambda: flash_attn_func(Q, K, K, softcap=-1.0), quire.ValidationError, "logits_soft_cap"),
         (lambda: flash_attn_func(Q, K, K, deterministic="no"), quire.ValidationError, "deterministic"),
-        (
-            lambda: flash_attn_func(Q, K, K, 0.0, None, True, alibi_slopes=torch.ones(8)),
-            quire.UnsupportedError,
-            "alibi_slopes",
-        ),
-        (lambda: flash_attn_func(Q, K, K, alibi_slopes=torch.ones(8)), quire.UnsupportedError, "alibi_slopes"),
+        (lambda: flash_attn_func(Q, K, K, alibi_slopes=torch.ones(8).half()), quire.ValidationError, "alibi_slopes"),
         (
             lambda: flash_attn_func(Q, K, K, causal=True, alibi_slopes=torch.ones(7)),
             quire.ValidationError,

@@ -12,8 +12,10 @@ functions:
   right is 0.
 - softcap: c > 0 replaces each scaled logit x by c * tanh(x / c); 0 or None: no cap. softmax_scale: None is
   1 / sqrt(head_dim).
-- alibi_slopes: only those of the ALiBi paper, float32 [num_heads] or [batch, num_heads], and only if no query sees keys
-  to its right. Slopes on a GPU are copied to the host, which waits for the GPU.
+- head_dim: from 1 to 256. Where kernels do not have it, as for 59, q, k and v are copied and padded with zeros; so is a
+  whole cache.
+- alibi_slopes: float32 [num_heads] or [batch, num_heads]: a slope times the distance of query and key, to either side,
+  is subtracted from the logit, behind the cap. Those of the ALiBi paper cost least if they lie on the host.
 - s_aux: [num_heads] logits (natural logarithm) that are added to each denominator (attention sinks), as in vLLM's
   flash-attn 3.
 - deterministic has no effect, because results are always deterministic. dropout_p must be 0: Quire is for inference.
@@ -31,18 +33,31 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 
 from quire.calls.tables import equal_lengths
-from quire.compat.flash_attn_batch import Scoring, Source, Window, attend_batch, attend_equal, new_results, tensor_of
-from quire.compat.flash_attn_tokens import Queries, cache_of, check_longest, sizes, with_new_tokens
-from quire.engine.checks import check_flags, check_shape
+from quire.compat.flash_attn_batch import Scoring, Where, Window, attend_batch, attend_equal, new_results, tensor_of
+from quire.compat.flash_attn_tokens import (
+    Keys,
+    Queries,
+    batch_of,
+    cache_of,
+    check_capacity,
+    check_longest,
+    keys_of,
+    sizes,
+    used_lengths,
+    with_new_tokens,
+    with_used_lengths,
+)
+from quire.engine.checks import check_flags, check_shape, number
 from quire.engine.plan_cache import replayed
-from quire.errors import ValidationError
+from quire.errors import UnsupportedArgumentError, UnsupportedError, ValidationError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_unpadded_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]  # fmt: skip
 
 __version__ = "2.8.3"  #: of the API
@@ -114,12 +129,12 @@ def flash_attn_func(
     check_shape(tensor_of(k, "k"), "k", sizes("batch", batch, "seqlen_k"))
     check_shape(tensor_of(v, "v"), "v", sizes("batch", batch, "seqlen_k", k.shape[1], k.shape[2]))
     scoring = Scoring.of(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, 0, dropout_p, deterministic
+        softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, 0, dropout_p, deterministic
     )
     batch_k = equal_lengths(batch, k.shape[1])
-    where: tuple[Source, Source, Source, Source] = None, None, batch_k.lens, batch_k.rows
+    where = Where(None, None, batch_k.lens, batch_k.rows)
     if all(t.stride(0) == k.shape[1] * t.stride(1) or not t.numel() for t in (k, v)):
-        where = equal_lengths(batch, seqlen_q).offsets, batch_k.offsets, None, None
+        where = Where(equal_lengths(batch, seqlen_q).offsets, batch_k.offsets, None, None)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     out, lse = attend_equal(q, k, v, where, scoring, s_aux, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
@@ -196,7 +211,7 @@ def flash_attn_varlen_func(
     for tensor, name in ((k, "k"), (v, "v")):
         check_shape(tensor_of(tensor, name), name, dict.fromkeys((*pages, "num_heads_k", "head_dim")))
     scoring = Scoring.of(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, q.shape[1], None, 0, dropout_p, deterministic
+        softmax_scale, causal, window_size, softcap, alibi_slopes, q.shape[1], 0, dropout_p, deterministic
     )
     for offsets, most, name in (
         (cu_seqlens_q, max_seqlen_q, "max_seqlen_q"),
@@ -204,7 +219,7 @@ def flash_attn_varlen_func(
     ):
         check_longest(offsets, most, name)
     out, lse = new_results(q, v, return_attn_probs)
-    attend_batch(q, k, v, out, lse, s_aux, cu_seqlens_q, cu_seqlens_k, None, block_table, 0, *scoring)
+    attend_batch(q, k, v, out, lse, s_aux, Where(cu_seqlens_q, cu_seqlens_k, None, block_table), 0, scoring)
     return (out, lse.t().contiguous(), None) if lse is not None else out
 
 
@@ -264,9 +279,10 @@ def flash_attn_with_kvcache(
     q: [batch, seqlen_q, num_heads, head_dim]. k_cache, v_cache: [batch_cache, seqlen_cache, num_heads_k, head_dim]; or
     with block_table, int32 [batch, pages], [num_blocks, page_block_size, num_heads_k, head_dim].
     k, v: [batch, seqlen_new, num_heads_k, head_dim], written to the cache in place, after the tokens of each
-    request. cache_seqlens: tokens of each request before that, one number or int32 [batch]; None: all of the cache. If
-    it is on a GPU, it is read only there, so the call may be captured in a CUDA graph. Tokens beyond the cache are not
-    written; a request with a negative length has no keys and writes none.
+    request. cache_seqlens: tokens of each request before that, one number or int32 [batch]; None: all of the cache.
+    Where it is on a GPU, only the first calls of a kind wait for it, to compare it with block_table; a call may be
+    captured in a CUDA graph. Tokens beyond the cache are not written; a request with a negative length has no keys and
+    writes none.
     rotary_cos, rotary_sin: [seqlen_rotary, rotary_dim / 2]: k is rotated by its position, and q by its own with causal
     or a window, else by cache_seqlens; rotary_interleaved: True: dims 2 i and 2 i + 1 are a pair; False: i and
     i + rotary_dim / 2. All of them need k.
@@ -293,15 +309,96 @@ def flash_attn_with_kvcache(
     cache, padding = cache_of(
         k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"
     )
-    scoring = Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, num_splits)
+    if block_table is not None:
+        new = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() > 1 else 0
+        check_capacity(cache.lens + new, cache.pages.shape[1] * k_cache.shape[1], waits=True)
+    scoring = Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, num_splits)
     moves = scoring.causal or (scoring.left, scoring.right) != _ALL
     queries, keys = with_new_tokens(
         Queries(q.flatten(0, 1), None, batch, seqlen_q, None), cache, padding, (k, v), None,
         (rotary_cos, rotary_sin, rotary_interleaved), None, moves, "block_table",
     )  # fmt: skip
-    where = None, None, keys.lens, keys.table
+    where = Where(None, None, keys.lens, keys.table)
     out, lse = attend_equal(queries.q.view(q.shape), keys.k, keys.v, where, scoring, s_aux, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
+
+
+def _flash_attn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: torch.Tensor | None,
+    return_softmax: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """flash_attn_func() as ring attention and diffusers call it: (out, softmax_lse, S_dmask, rng_state), of which the
+    last two, which only dropout has, are empty. return_softmax has no effect.
+    """
+    check_flags(return_softmax=return_softmax)
+    window = window_size_left, window_size_right
+    out, lse, _ = flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_attn_probs=True
+    )
+    return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.int64)
+
+
+@replayed
+def _varlen_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, softmax_scale: float, causal: bool,
+    window: Window, softcap: float, alibi_slopes: torch.Tensor | None, num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("total_q", "num_heads", "head_dim")))
+    batch, scoring = batch_of(cu_seqlens_q), Scoring.of(
+        softmax_scale, causal, window, softcap, alibi_slopes, q.shape[1], num_splits
+    )  # fmt: skip
+    used = used_lengths(seqused_k, "seqused_k", batch)
+    keys: Keys = keys_of(k, v, batch, cu_seqlens_k, used, block_table, "block_table")
+    queries, keys = with_used_lengths(Queries(q, None, batch, 0, cu_seqlens_q), keys, None, used)
+    out, lse = q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)
+    where = Where(queries.offsets, keys.offsets, keys.lens, keys.table)
+    attend_batch(q, keys.k, keys.v, out, lse, None, where, 0, scoring.for_parts(queries.num_parts))
+    return out, lse.t().contiguous()
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, return_softmax: bool = False, block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None, zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """flash_attn_varlen_func() as ring attention calls it: see _flash_attn_forward(). seqused_k: int32 [batch], how
+    many keys of each request are used. zero_tensors has no effect: all of a result is written.
+    """
+    if leftpad_k is not None:
+        raise UnsupportedArgumentError("leftpad_k: expected None; flash_attn_with_kvcache() has cache_leftpad.")
+    if number(dropout_p, "dropout_p"):
+        raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
+    check_flags(return_softmax=return_softmax, zero_tensors=zero_tensors)
+    check_longest(cu_seqlens_q, max_seqlen_q, "max_seqlen_q")
+    if cu_seqlens_k is not None:
+        check_longest(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
+    window = window_size_left, window_size_right
+    out, lse = _varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, softmax_scale, causal, window, softcap,
+        alibi_slopes, num_splits,
+    )  # fmt: skip
+    return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.int64)
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+
+
+def flash_attn_unpadded_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, return_attn_probs: bool = False, deterministic: bool = False,
+) -> Result:  # fmt: skip
+    """flash_attn_varlen_func() by its name in FlashAttention 1, with the arguments of that time."""
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
 
 
 def _check_queries(q: Any) -> tuple[int, int, int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from quire.attention.variants import get_alibi_slopes
 from quire.calls.tables import check_lengths, indices_of
@@ -25,36 +28,40 @@ from quire.engine.device import OwnWorkspace
 from quire.engine.graph import refuse_capture
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
+from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.expressions import tanh, to_float
+from quire.kernels.expressions.variant import Variant
 
 Window = tuple[int, int]
+_LEAST_DIM = 32  #: of heads that kernels take
 
 
 Source = torch.Tensor | None  #: a tensor that describes a batch
 
 
 class Scoring(NamedTuple):
-    """The arguments that are not tensors."""
+    """What decides on logits beside queries and keys."""
 
     softmax_scale: float | None
     causal: bool
     left: int  #: keys to the left of a query that it sees; -1: all
     right: int  #: keys to its right; -1: all
     softcap: float
-    has_alibi: bool
+    slopes: torch.Tensor | None = None  #: of ALiBi, float32 [num_heads] or [batch, num_heads]
     num_splits: int = 0
 
     @classmethod
     def of(
         cls, softmax_scale: float | None, causal: bool, window_size: Window, softcap: float | None,
-        alibi_slopes: torch.Tensor | None, num_heads: int, qo_len: int | None, num_splits: int = 0,
-        dropout_p: float = 0.0, deterministic: bool = False,
+        alibi_slopes: torch.Tensor | None, num_heads: int, num_splits: int = 0, dropout_p: float = 0.0,
+        deterministic: bool = False,
     ) -> Scoring:  # fmt: skip
-        """Checked; qo_len is None where it differs between requests."""
+        """Checked."""
         check_flags(causal=causal, deterministic=deterministic)
         if number(dropout_p, "dropout_p") != 0:
             raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
@@ -65,11 +72,15 @@ class Scoring(NamedTuple):
         softcap = 0.0 if softcap is None else number(softcap, "softcap")
         left, right = _window(window_size)
         if alibi_slopes is not None:
-            if not (causal or right == 0 or qo_len == 1):
-                raise UnsupportedError("alibi_slopes: expected causal=True, as keys to the right have no bias here.")
             _check_slopes(alibi_slopes, num_heads)
         causal = causal or right == 0
-        return cls(softmax_scale, causal, left, 0 if causal else right, softcap, alibi_slopes is not None, num_splits)
+        return cls(softmax_scale, causal, left, 0 if causal else right, softcap, alibi_slopes, num_splits)
+
+    def for_parts(self, num_parts: int) -> Scoring:
+        """The same for a batch in which each request is that many."""
+        if self.slopes is None or self.slopes.dim() == 1 or num_parts == 1:
+            return self
+        return self._replace(slopes=self.slopes.repeat_interleave(num_parts, 0))
 
 
 def _window(window_size: Any) -> Window:
@@ -82,28 +93,70 @@ def _window(window_size: Any) -> Window:
 
 
 def _check_slopes(slopes: Any, num_heads: int) -> None:
-    """Refuse other slopes than those of the paper (Press et al., 2022), which the kernels compute themselves."""
-    given = check_tensor(slopes, "alibi_slopes")
+    given = tensor_of(slopes, "alibi_slopes")
     if given.dim() not in (1, 2) or given.shape[-1] != num_heads:
         raise ValidationError(
             f"alibi_slopes: expected [num_heads={num_heads}] or [batch, num_heads], got {list(given.shape)}."
         )
-    known = get_alibi_slopes(num_heads, "cpu").double()
-    if not torch.allclose(given.cpu().double(), known.expand(given.shape), rtol=1e-5, atol=0):
-        raise UnsupportedError(
-            f"alibi_slopes: expected those of the ALiBi paper for {num_heads} heads, which the kernels compute "
-            f"({known[0]:.6g}, {known[1 % num_heads]:.6g}, ...), got other numbers."
-        )
+    if given.dtype is not torch.float32:
+        raise ValidationError(f"alibi_slopes: expected dtype torch.float32, got {given.dtype}.")
+
+
+def _are_of_the_paper(slopes: torch.Tensor) -> bool:
+    """Whether slopes on the host are those of the paper (Press et al., 2022), which the kernels compute themselves."""
+    if not slopes.is_cpu or is_tracing():
+        return False
+    known = get_alibi_slopes(slopes.shape[-1], "cpu")
+    return torch.allclose(slopes, known.expand(slopes.shape), rtol=1e-5, atol=0)
+
+
+@cache
+def _alibi(is_per_request: bool, has_cap: bool) -> Variant:
+    """FlashAttention's bias: a slope times the distance of key and query, to either side, added behind the cap."""
+
+    def biased(
+        score: Any, q_idx: Any, kv_idx: Any, head: Any, request: Any, qo_len: Any, kv_len: Any, slopes: Any
+    ) -> Any:
+        slope = slopes[request, head] if is_per_request else slopes[head]
+        return score - slope * to_float(abs(kv_idx - (q_idx + kv_len - qo_len)))
+
+    def capped(
+        score: Any, q_idx: Any, kv_idx: Any, head: Any, request: Any, qo_len: Any, kv_len: Any, slopes: Any, cap: Any
+    ) -> Any:
+        return biased(cap * tanh(score / cap), q_idx, kv_idx, head, request, qo_len, kv_len, slopes)
+
+    slopes = {"slopes": "float32"}
+    return Variant(capped, tensors=slopes, scalars={"cap": "float32"}) if has_cap else Variant(biased, tensors=slopes)
+
+
+class _Bias(NamedTuple):
+    """How slopes reach the kernel: its own for those of the paper, else operands of a variant."""
+
+    mode: str = "NONE"
+    variant: Variant | None = None
+    operands: Mapping[str, Any] = NO_OPERANDS
+
+    @classmethod
+    def of(cls, slopes: torch.Tensor | None, softcap: float, sees_right: bool, device: torch.device) -> _Bias:
+        """sees_right: whether a query may see keys to its right, which have no bias in the kernel's own."""
+        if slopes is None:
+            return cls()
+        if not (softcap or sees_right) and _are_of_the_paper(slopes):
+            return cls("ALIBI")
+        operands: dict[str, Any] = {"slopes": slopes.to(device)}
+        if softcap:
+            operands["cap"] = softcap
+        return cls("NONE", _alibi(slopes.dim() == 2, softcap > 0), operands)
 
 
 def attend_equal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: tuple[Source, Source, Source, Source], scoring: Scoring,
-    sinks: torch.Tensor | None, return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where, scoring: Scoring, sinks: torch.Tensor | None,
+    return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """out [batch, seqlen_q, num_heads, head_dim], and the lse as FlashAttention has it. `where` is as in _attend()."""
+    """out [batch, seqlen_q, num_heads, head_dim], and the lse as FlashAttention has it."""
     flat = q.flatten(0, 1)
     out, lse = new_results(flat, v, return_lse)
-    attend_batch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
+    attend_batch(flat, k, v, out, lse, sinks, where, q.shape[1], scoring)
     out = out.view(*q.shape[:3], out.shape[2])
     return out, None if lse is None else lse.view(q.shape[:3]).transpose(1, 2).contiguous()
 
@@ -119,7 +172,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
     sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
     seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
-    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int, chunk: int = 0,
+    causal: bool, left: int, right: int, softcap: float, slopes: torch.Tensor | None, num_splits: int, chunk: int = 0,
     qv: torch.Tensor | None = None, logits_by: torch.Tensor | None = None, out_by: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
@@ -135,10 +188,12 @@ def _attend(
     dim = q.shape[2] + (0 if qv is None else v.shape[-1])
     is_masked = right > 0 or (chunk > 0 and (not causal or left >= 0))  # bits say which keys a query sees
     window, chunks = (-1, None) if is_masked and chunk else (left, chunk or None)
+    bias = _Bias.of(slopes, softcap, not (causal or qo_len == 1), q.device)
+    cap = 0.0 if bias.variant is not None else softcap
     options = PlanOptions(
         *heads(q.shape[1], k.shape[-2]), dim, v.shape[-1], Types.of(q.dtype, k.dtype, None),
-        logits_options(dim, softmax_scale, window, softcap, "ALIBI" if has_alibi else "NONE", None, None, chunks),
-        causal, page_size, split_size(None, num_splits == 1), qv is not None,
+        logits_options(dim, softmax_scale, window, cap, bias.mode, None, None, chunks), causal, page_size,
+        split_size(None, num_splits == 1), qv is not None, bias.variant,
     )  # fmt: skip
     batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
     if not q.shape[0] and not batch.is_on_host:
@@ -159,7 +214,7 @@ def _attend(
         spec, q[:rows], (k, v), OwnWorkspace(q.device), out=out[:rows], lse=None if lse is None else lse[:rows],
         options=RunOptions(
             float_sinks(sinks, "s_aux"), logits_scale_by=logits_by, o_scale_by=out_by, lse_unit=LN2,
-            others=() if qv is None else (qv[:rows],),
+            others=() if qv is None else (qv[:rows],), operands=bias.operands,
         ),
     ).attend()  # fmt: skip
     if rows < q.shape[0]:
@@ -168,9 +223,38 @@ def _attend(
             lse[rows:].fill_(-math.inf)
 
 
-def attend_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+class Where(NamedTuple):
+    """Which rows of queries and keys belong together: see _attend()."""
+
+    cu_seqlens_q: Source
+    cu_seqlens_k: Source
+    seq_lens: Source
+    block_table: Source
+
+
+def attend_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+    sinks: torch.Tensor | None, where: Where, qo_len: int, scoring: Scoring, *more: Any,
+) -> None:  # fmt: skip
+    """_attend() for heads of any width from 1 on: zeros behind them change no product."""
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    _attend(q, k, v, *rest)
+    wide, written = tuple(map(_widened, (q, k, v))), out
+    if q.shape[-1] == k.shape[-1] and any(t is not w for t, w in zip((q, k, v), wide, strict=True)):
+        if scoring.softmax_scale is None:
+            scoring = scoring._replace(softmax_scale=1.0 / math.sqrt(max(1, q.shape[-1])))
+        q, k, v = wide
+        written = out.new_empty((*out.shape[:-1], v.shape[-1]))
+    rest: tuple[Any, ...] = (*where, qo_len, *scoring, *more)
+    _attend(q, k, v, written, lse, sinks, *rest)
+    if written is not out:
+        out.copy_(written[..., : out.shape[-1]])
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Heads as wide as kernels take them."""
+    dim, step = tensor.shape[-1], 16 if tensor.dtype.itemsize == 1 else 8
+    more = max(_LEAST_DIM, -(-dim // step) * step) - dim
+    return pad(tensor, (0, more)) if more and dim else tensor
 
 
 class _Batch(NamedTuple):

@@ -47,7 +47,6 @@ from quire.compat.flash_attn_interface_batch import (
     check_count,
     ragged_tokens,
     the_same,
-    with_used_lengths,
 )
 from quire.compat.flash_attn_tokens import (
     Keys,
@@ -61,6 +60,7 @@ from quire.compat.flash_attn_tokens import (
     rows_of_keys,
     used_lengths,
     with_new_tokens,
+    with_used_lengths,
 )
 from quire.engine.checks import check_flags, check_output, check_shape, is_choice
 from quire.engine.plan_cache import replayed

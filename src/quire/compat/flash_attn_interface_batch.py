@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from torch.nn.functional import pad
 
-from quire.compat.flash_attn_batch import Scoring, attend_batch, tensor_of
+from quire.compat.flash_attn_batch import Scoring, Where, attend_batch, tensor_of
 from quire.compat.flash_attn_tokens import Keys, Queries
 from quire.engine.checks import check_flags, check_output, check_same_device, check_shape, float_sinks, is_choice
 from quire.engine.graph import is_capturing
 from quire.engine.tensors import LATENT_DIM
 from quire.errors import UnsupportedError, ValidationError
 
-_LEAST_DIM = 32  #: of heads that kernels take
 Window = Any  #: (left, right), as a tuple or a list; None: all keys
 ALL = (-1, -1)
 
@@ -141,7 +139,7 @@ class Given(NamedTuple):
         get = keywords.get
         window = ALL if self.window_size is None else self.window_size
         scoring = Scoring.of(
-            self.softmax_scale, self.causal, window, self.softcap, get("alibi_slopes"), self.num_heads, self.qo_len,
+            self.softmax_scale, self.causal, window, self.softcap, get("alibi_slopes"), self.num_heads,
             self.num_splits, get("dropout_p", 0.0), get("deterministic", self.deterministic),
         )  # fmt: skip
         check_flags(pack_gqa=self.pack_gqa, return_lse=self.return_lse)
@@ -218,7 +216,7 @@ def _check_ranks(options: Options, qo_len: int | None, keywords: Mapping[str, An
         check_shape(tensor_of(total, "cp_tot_seqused_k"), "cp_tot_seqused_k", {"batch": None})
     scoring = options.scoring
     sees_all = scoring.left < 0 and not options.chunk and (qo_len == 1 or (not scoring.causal and scoring.right < 0))
-    if world > 1 and not (sees_all and not scoring.has_alibi):
+    if world > 1 and not (sees_all and scoring.slopes is None):
         raise UnsupportedError(
             f"cp_world_size: expected 1 where a mask hides keys, got {world}; with causal=True and max_seqlen_q > 1, a "
             f"window, attention_chunk or alibi_slopes, queries must know where the keys of a rank stand in the request."
@@ -274,19 +272,17 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     q = q.to(torch.bfloat16) if q.dtype.itemsize == 1 else q
     factors = _Factors.of(queries, scales, is_paged and q.is_cuda)
     q = q if factors.q_rows is None else (queries.q.float() * factors.q_rows).to(q.dtype)
-    k, v = keys.k, keys.v
-    if qv is None and not is_paged:
-        q, k, v = _padded(q, k, v)
-    out = _result(options.out, q, dim_v, v.shape[-1])
+    out = _result(options.out, q, dim_v)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
-    scoring = options.scoring._replace(softmax_scale=scale)
+    scoring = options.scoring._replace(softmax_scale=scale).for_parts(queries.num_parts)
     attend_batch(
-        q, k, v, out, lse, float_sinks(options.sinks, "sinks"), queries.offsets, keys.offsets, keys.lens, keys.table,
-        queries.qo_len, *scoring, options.chunk, qv, factors.logits_by, factors.out_by,
+        q, keys.k, keys.v, out, lse, float_sinks(options.sinks, "sinks"),
+        Where(queries.offsets, keys.offsets, keys.lens, keys.table), queries.qo_len, scoring, options.chunk, qv,
+        factors.logits_by, factors.out_by,
     )  # fmt: skip
     if factors.out_rows is not None:
         out.copy_(out.float() * factors.out_rows)
-    return _given_back(options.out, out[..., :dim_v]), lse
+    return out if options.out is None or options.out is out else options.out.copy_(out), lse
 
 
 def _together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
@@ -337,76 +333,23 @@ def _check_latents(queries: Queries, keys: Keys, options: Options, scales: Scale
         )
     if any(scale is not None for scale in scales):
         raise UnsupportedError("q_descale, k_descale, v_descale: expected None beside qv, whose keys have 16 bits.")
-    if scoring.left >= 0 or scoring.right > 0 or options.chunk or scoring.softcap or scoring.has_alibi:
+    if scoring.left >= 0 or scoring.right > 0 or options.chunk or scoring.softcap or scoring.slopes is not None:
         raise UnsupportedError(
             "qv: expected no window_size, attention_chunk, softcap or alibi_slopes beside it; kernels of latents have "
             "causal=True and False."
         )
 
 
-def _padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Ragged tensors with heads as wide as kernels take them: zeros change no product."""
-    if q.shape[-1] != k.shape[-1] or not q.shape[-1] or not v.shape[-1]:
-        return q, k, v
-    step = 16 if k.dtype.itemsize == 1 else 8
-
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
-        more = max(_LEAST_DIM, -(-tensor.shape[-1] // step) * step) - tensor.shape[-1]
-        return pad(tensor, (0, more)) if more else tensor
-
-    return widened(q), widened(k), widened(v)
-
-
-def _result(given: torch.Tensor | None, q: torch.Tensor, dim_v: int, padded_dim: int) -> torch.Tensor:
-    """What the kernel writes: the caller's `out` if it can be written there."""
-    shape = (*q.shape[:2], padded_dim)
+def _result(given: torch.Tensor | None, q: torch.Tensor, dim_v: int) -> torch.Tensor:
+    """What is written: the caller's `out` if it can be written there."""
+    shape = (*q.shape[:2], dim_v)
     if given is None:
         return q.new_empty(shape)
     check_shape(check_output(given, "out"), "out", {"rows": shape[0], "num_heads": shape[1], "head_dim_v": dim_v})
     check_same_device(given, "out", q.device)
     if given.dtype is not q.dtype:
         raise ValidationError(f"out: expected dtype {q.dtype}, got {given.dtype}.")
-    return given if padded_dim == dim_v and given.is_contiguous() else q.new_empty(shape)
-
-
-def _given_back(given: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    if given is None or given is out or given.data_ptr() == out.data_ptr():
-        return out
-    return given.copy_(out)
-
-
-def with_used_lengths(
-    queries: Queries, keys: Keys, used_q: torch.Tensor | None, used_k: torch.Tensor | None
-) -> tuple[Queries, Keys]:
-    """The first used_q queries and used_k keys of each request. The other queries become requests without keys, which
-    give zeros; the other ragged keys become requests without queries.
-    """
-    if keys.table is not None and used_k is not None:
-        keys, used_k = keys._replace(lens=used_k, offsets=None), None
-    if used_q is None and used_k is None:
-        return queries, keys
-    assert queries.offsets is not None
-    first, behind = queries.offsets[:-1], queries.offsets[1:]
-    end = behind if used_q is None else first + torch.minimum(used_q.clamp(min=0).to(first.device), behind - first)
-    if keys.table is not None:
-        offsets = _flat_offsets((first, end), behind)
-        lens = keys.lens if keys.offsets is None else keys.offsets.diff()
-        assert lens is not None
-        lens = torch.stack((lens, torch.zeros_like(lens)), 1).flatten()
-        table = keys.table.repeat_interleave(2, 0)
-        return queries._replace(offsets=offsets, num_parts=2), keys._replace(offsets=None, lens=lens, table=table)
-    assert keys.offsets is not None
-    k_first, k_behind = keys.offsets[:-1], keys.offsets[1:]
-    most = k_behind - k_first
-    k_end = k_first + (most if used_k is None else torch.minimum(used_k.clamp(min=0).to(most.device), most))
-    return (
-        queries._replace(offsets=_flat_offsets((first, end, behind), behind), num_parts=3),
-        keys._replace(offsets=_flat_offsets((k_first, k_end, k_end), k_behind)),
-    )
-
-
-def _flat_offsets(columns: tuple[torch.Tensor, ...], last: torch.Tensor) -> torch.Tensor:
-    return torch.cat((torch.stack(columns, 1).flatten(), last[-1:]))
+    return given if given.is_contiguous() else q.new_empty(shape)
 
 
 def ragged_tokens(keys: Keys, most: int) -> Keys:

@@ -12,8 +12,11 @@ from quire.cache.rope import apply_rope_with_cos_sin_cache
 from quire.calls.tables import check_page_numbers, equal_lengths, row_step, token_pages
 from quire.compat.flash_attn_batch import Source, tensor_of
 from quire.engine.checks import check_same_device, check_shape, check_tensor, number, to_int32
+from quire.engine.graph import is_capturing
 from quire.engine.operators import is_tracing
 from quire.errors import ValidationError
+
+_ANY = 2**31 - 1  #: number of tokens
 
 
 class Queries(NamedTuple):
@@ -167,6 +170,22 @@ def cache_queries(q: Any, qv: Any, offsets: torch.Tensor | None, most: int | Non
     return Queries(q, None if qv is None else tensor_of(qv, "qv"), batch, 0, offsets)
 
 
+class BeyondTableError(ValidationError, RuntimeError):
+    """More tokens than a block table has pages for; FlashAttention raises RuntimeError."""
+
+
+def check_capacity(lens: torch.Tensor, most: int, waits: bool = False) -> None:
+    """Tokens are no more than a block table has pages for. waits: whether to wait for a GPU where lengths lie there."""
+    if is_tracing() or not lens.numel() or not (lens.is_cpu or (waits and not is_capturing(lens.device))):
+        return
+    longest = int(lens.max())
+    if longest > most:
+        raise BeyondTableError(
+            f"cache_seqlens: expected at most {most} tokens, for which block_table has pages, together with those of "
+            f"k; got {longest}."
+        )
+
+
 class Cache(NamedTuple):
     """A cache in pages: those of the block table, or a row of the cache as one page."""
 
@@ -196,7 +215,9 @@ class Cache(NamedTuple):
             if not isinstance(lens, Integral):
                 raise ValidationError(f"cache_seqlens: expected a number of tokens or a tensor, got {lens!r}.")
             lens = equal_lengths(batch, int(lens)).lens
-        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
+        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most if block_table is None else _ANY)
+        if block_table is not None:
+            check_capacity(lens, most)
         return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"))
 
 
@@ -245,8 +266,9 @@ class NewTokens(NamedTuple):
         new = self.lens if isinstance(self.lens, int) else self.lens.to(cache.lens.device)
         total, most = cache.lens + new, cache.pages.shape[1] * cache.tensors[0].shape[1]
         if total.is_cpu and not is_tracing() and batch and int(total.max()) > most:
-            raise ValidationError(
-                f"cache_seqlens: expected at most {most} tokens together with those of k, got {int(total.max())}."
+            raise BeyondTableError(
+                f"cache_seqlens: expected at most {most} tokens, for which the cache or block_table has pages, "
+                f"together with those of k; got {int(total.max())}."
             )
         lens, pages = cache.lens.to(device), cache.pages.to(device).contiguous()
         request = self.rows.request.clamp(max=batch - 1)
@@ -346,3 +368,37 @@ def with_new_tokens(
     if padding is not None:
         return queries, without_left_padding(cache, padding)
     return queries, Keys(*cache.tensors, None, cache.lens, cache.pages)
+
+
+def with_used_lengths(
+    queries: Queries, keys: Keys, used_q: torch.Tensor | None, used_k: torch.Tensor | None
+) -> tuple[Queries, Keys]:
+    """The first used_q queries and used_k keys of each request. The other queries become requests without keys, which
+    give zeros; the other ragged keys become requests without queries.
+    """
+    if keys.table is not None and used_k is not None:
+        keys, used_k = keys._replace(lens=used_k, offsets=None), None
+    if used_q is None and used_k is None:
+        return queries, keys
+    assert queries.offsets is not None
+    first, behind = queries.offsets[:-1], queries.offsets[1:]
+    end = behind if used_q is None else first + torch.minimum(used_q.clamp(min=0).to(first.device), behind - first)
+    if keys.table is not None:
+        offsets = _flat_offsets((first, end), behind)
+        lens = keys.lens if keys.offsets is None else keys.offsets.diff()
+        assert lens is not None
+        lens = torch.stack((lens, torch.zeros_like(lens)), 1).flatten()
+        table = keys.table.repeat_interleave(2, 0)
+        return queries._replace(offsets=offsets, num_parts=2), keys._replace(offsets=None, lens=lens, table=table)
+    assert keys.offsets is not None
+    k_first, k_behind = keys.offsets[:-1], keys.offsets[1:]
+    most = k_behind - k_first
+    k_end = k_first + (most if used_k is None else torch.minimum(used_k.clamp(min=0).to(most.device), most))
+    return (
+        queries._replace(offsets=_flat_offsets((first, end, behind), behind), num_parts=3),
+        keys._replace(offsets=_flat_offsets((k_first, k_end, k_end), k_behind)),
+    )
+
+
+def _flat_offsets(columns: tuple[torch.Tensor, ...], last: torch.Tensor) -> torch.Tensor:
+    return torch.cat((torch.stack(columns, 1).flatten(), last[-1:]))
