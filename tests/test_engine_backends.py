@@ -158,6 +158,7 @@ class MLACommonImpl:
     def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **mla_args: Any) -> None:
         self.scale, self.kv_lora_rank, self.qk_rope_head_dim = scale, 512, 64
         self.need_to_return_lse_for_decode, self.given = mla_args.pop("lse", False), mla_args
+        self.dcp_world_size, self.dcp_rank = 1, 0
 
 
 class FlashAttnMLAImpl(MLACommonImpl):
@@ -314,7 +315,7 @@ def test_answers_of_vllms_backend(vllm: ModuleType) -> None:
     assert not builder.aot_schedule and builder.max_num_splits == 0 and builder._cudagraph_support == "always"
     latents = vllm.QuireMLABackend.get_builder_cls()(None, [], None, None)
     assert not latents.fa_aot_schedule and latents._schedule_decode(1, 2, 3, 4, 5, 6, 7) is None
-    assert not vllm.QuireAttentionImpl.supports_dcp and not vllm.QuireMLAImpl.supports_dcp
+    assert not vllm.QuireAttentionImpl.supports_dcp and vllm.QuireMLAImpl.supports_dcp
 
 
 @pytest.mark.parametrize(
@@ -383,13 +384,36 @@ def test_latents_of_vllm(vllm: ModuleType, is_pair: bool) -> None:
     assert layer.given == {"q_lora_rank": 1}
     cache, q = torch.randn(12, PAGE, 576), torch.randn(batch.total, HEADS, 576)
     m = batch.metadata
-    m.decode = m
+    m.decode, m.dcp_tot_seq_lens = m, None
     out, lse = layer.forward_mqa(tuple(q.split([512, 64], -1)) if is_pair else q, cache, m, None)
     assert (lse.shape == q.shape[:2]) if is_pair else lse is None
     at = 0
     for row, kv, n in zip(batch.table, batch.lens, batch.new, strict=True):
         rows = cache[row.long()].flatten(0, 1)[:kv]
         (nope, rope), (ckv, kpe) = (t.split([512, 64], -1) for t in (q[at : at + n], rows))
+        want = latent_attention(nope, rope, ckv, kpe, [0, n], [0, kv], sm_scale=0.1, causal=True)[0]
+        torch.testing.assert_close(out[at : at + n].double(), want, atol=1e-4, rtol=0)
+        at += n
+
+
+def test_latents_on_two_ranks(vllm: ModuleType) -> None:
+    """Decode context parallelism: each rank has every second token, and queries of drafts see what is before them."""
+    batch, q, cache = Batch(MIXED), torch.randn(22, HEADS, 576), torch.randn(3, 64, 576)
+    args = (HEADS, 576, 0.1, 1, None, None, "auto", None, AttentionType.DECODER, None)
+    m, total, parts = batch.metadata, batch.metadata.seq_lens, []
+    m.decode, m.dcp_tot_seq_lens = m, total
+    for rank in range(2):
+        layer = vllm.QuireMLAImpl(*args, lse=True)
+        layer.dcp_world_size, layer.dcp_rank = 2, rank
+        pages = torch.zeros(3, 32, 576)
+        pages[:] = cache[:, rank::2]
+        m.seq_lens, m.block_table = (total - rank + 1) // 2, torch.arange(3).int()[:, None]
+        parts.append(layer.forward_mqa(q, pages, m, None))
+    lse = torch.stack([lse for _, lse in parts])
+    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)[..., None]
+    out, at = (torch.stack([o for o, _ in parts]) * weights).sum(0), 0
+    for row, kv, n in zip(cache, batch.lens, batch.new, strict=True):
+        (nope, rope), (ckv, kpe) = (t.split([512, 64], -1) for t in (q[at : at + n], row[:kv]))
         want = latent_attention(nope, rope, ckv, kpe, [0, n], [0, kv], sm_scale=0.1, causal=True)[0]
         torch.testing.assert_close(out[at : at + n].double(), want, atol=1e-4, rtol=0)
         at += n

@@ -379,6 +379,22 @@ def test_latents(device, dtype, call, causal):
     oracle.assert_lse_close(lse.t() / math.log(2), ref.lse, magnitude=64.0)
 
 
+@pytest.mark.parametrize(("dims", "heads_k"), [((64, 256), 1), ((64, 512), 2), ((32, 128), 2)])
+def test_latents_of_other_sizes(device, dtype, dims, heads_k):
+    """They are padded; several heads of keys are computed one after the other."""
+    b, sinks = Batch(device, dtype, Q_LENS, KV_LENS, (8, heads_k), dims), random(8, device=device, dtype=torch.float32)
+    qv = random(sum(Q_LENS), 8, dims[1], device=device, dtype=dtype) / 8
+    given = torch.empty(sum(Q_LENS), 8, dims[1], dtype=dtype, device=device)
+    out, lse = b.paged(q_v=qv, causal=True, sinks=sinks, return_softmax_lse=True, out=given)
+    assert out is given
+    q, k = torch.cat([b.q, qv], -1), torch.cat([b.k, b.v], -1)
+    how = {"causal": True, "sm_scale": sum(dims) ** -0.5, "sinks": sinks}
+    args = q, k, b.v, oracle.indptr_of(Q_LENS), oracle.indptr_of(KV_LENS)
+    ref = oracle.attention(*args, **how)
+    oracle.assert_close(out, ref.o, oracle.torch_error(*args, **how), args[3])
+    oracle.assert_lse_close(lse.t() / math.log(2), ref.lse, magnitude=64.0)
+
+
 def test_default_scale_of_latents():
     b = Batch("cpu", torch.float32, (2, 1), (5, 7), (4, 1), (64, 512))
     qv = random(3, 4, 512) / 8

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import quire
 from calls import capture, no_synchronisation
-from interface_batches import Batch, check, random
+from interface_batches import KV_LENS, Batch, check, random
+from problems import ints
 from quire.compat import flash_attn_batch
 from quire.compat import flash_attn_interface as fa3
 from quire.compat.flash_attn_interface import (
@@ -93,6 +94,33 @@ def test_ranks():
     b = Batch("cpu", torch.float32, (1, 1, 1, 1))
     want = b.paged(causal=True)
     assert torch.equal(b.paged(causal=True, cp_world_size=2, cp_rank=1, cp_tot_seqused_k=b.lens), want)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_causal_ranks(device, world):
+    """Keys dealt to ranks in turns: what the ranks find, merged, is attention over all keys."""
+    b = Batch(device, torch.float32 if device == "cpu" else torch.float16)
+    total, results = b.lens, []
+    for rank in range(world):
+        its = (
+            [keys[rank::world] for keys in torch.split(b.k, list(KV_LENS))],
+            [keys[rank::world] for keys in torch.split(b.v, list(KV_LENS))],
+        )
+        pages = [torch.zeros(4, 40, 2, 64, dtype=b.k.dtype, device=device) for _ in its]
+        for page, requests in zip(pages, its, strict=True):
+            for i, keys in enumerate(requests):
+                page[i, : len(keys)] = keys
+        results.append(
+            flash_attn_varlen_func(
+                b.q, *pages, b.cu_q, max_seqlen_q=17, seqused_k=ints([len(keys) for keys in its[0]], device),
+                block_table=ints(range(4), device)[:, None], causal=True, cp_world_size=world, cp_rank=rank,
+                cp_tot_seqused_k=total, return_softmax_lse=True,
+            )
+        )  # fmt: skip
+    out, lse = fa3.flash_attn_combine(*(torch.stack([r[i].transpose(0, i) for r in results]) for i in (0, 1)))
+    want, want_lse = b.paged(causal=True, return_softmax_lse=True)
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse.t(), want_lse, atol=2e-3, rtol=0)
 
 
 def test_layers_of_one_batch_plan_twice(monkeypatch):
@@ -198,7 +226,7 @@ def cached(*args, **options):
         (dense(ver=5), VALID, "ver"),
         (dense(sinks=torch.ones(8), s_aux=torch.ones(8)), VALID, "sinks, s_aux"),
         (dense(sinks=torch.ones(7)), VALID, "sinks"),
-        (dense(qv=torch.ones(2, 3, 8, 64)), REFUSED, "qv"),
+        (dense(qv=torch.ones(2, 3, 8, 64), window_size=(3, 0)), REFUSED, "qv"),
         (dense(k_descale=torch.ones(2, 3)), VALID, "k_descale"),
         (dense(v_descale=torch.ones(2, 2).half()), VALID, "v_descale"),
         (dense(out=torch.ones(2, 3, 8, 32)), VALID, "out"),
@@ -216,7 +244,9 @@ def cached(*args, **options):
         (varlen(k=K, v=K, block_table=TABLE, page_table=TABLE, seqused_k=LEN), VALID, "block_table and page_table"),
         (varlen(k=K, v=K, page_table=TABLE + 1, seqused_k=LEN), VALID, "page_table: expected page numbers below 2"),
         (varlen(k=K, v=K, block_table=TABLE - 1, seqused_k=LEN), VALID, "block_table: expected page numbers"),
-        (varlen(cu_seqlens_k=CU_K, causal=True, cp_world_size=2), REFUSED, "cp_world_size"),
+        (varlen(cu_seqlens_k=CU_K, causal=True, cp_world_size=2), VALID, "cp_tot_seqused_k"),
+        (varlen(cu_seqlens_k=CU_K, causal=True, cp_world_size=2, cp_tot_seqused_k=CU[1:]), REFUSED, "cp_world_size"),
+        (varlen(cu_seqlens_k=CU_K, window_size=(3, 0), cp_world_size=2), REFUSED, "cp_world_size"),
         (varlen(cu_seqlens_k=CU_K, cp_world_size=2, cp_rank=2), VALID, "cp_rank"),
         (varlen(cu_seqlens_k=CU_K, gather_kv_indices=LEN), REFUSED, "gather_kv_indices"),
         (varlen(cu_seqlens_k=CU_K, only_qv=True), REFUSED, "only_qv"),

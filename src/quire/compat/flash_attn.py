@@ -280,9 +280,9 @@ def flash_attn_with_kvcache(
     with block_table, int32 [batch, pages], [num_blocks, page_block_size, num_heads_k, head_dim].
     k, v: [batch, seqlen_new, num_heads_k, head_dim], written to the cache in place, after the tokens of each
     request. cache_seqlens: tokens of each request before that, one number or int32 [batch]; None: all of the cache.
-    Where it is on a GPU, only the first calls of a kind wait for it, to compare it with block_table; a call may be
-    captured in a CUDA graph. Tokens beyond the cache are not written; a request with a negative length has no keys and
-    writes none.
+    Where it is on a GPU, the first call with tensors of such shapes waits for it, to compare it with block_table, and
+    others do not; a call may be captured in a CUDA graph. Tokens beyond the cache are not written; a request with a
+    negative length has no keys and writes none.
     rotary_cos, rotary_sin: [seqlen_rotary, rotary_dim / 2]: k is rotated by its position, and q by its own with causal
     or a window, else by cache_seqlens; rotary_interleaved: True: dims 2 i and 2 i + 1 are a pair; False: i and
     i + rotary_dim / 2. All of them need k.
@@ -311,7 +311,8 @@ def flash_attn_with_kvcache(
     )
     if block_table is not None:
         new = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() > 1 else 0
-        check_capacity(cache.lens + new, cache.pages.shape[1] * k_cache.shape[1], waits=True)
+        shapes = q.shape, k_cache.shape, cache.pages.shape, new
+        check_capacity(cache.lens, cache.pages.shape[1] * k_cache.shape[1], shapes, new)
     scoring = Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, num_splits)
     moves = scoring.causal or (scoring.left, scoring.right) != _ALL
     queries, keys = with_new_tokens(

@@ -8,7 +8,7 @@ window_size, softcap and softmax_scale, are those of quire.compat.flash_attn. Be
 
 - attention_chunk: n > 0 divides the keys of a request into chunks of n; a query sees those of its own chunk (Llama 4).
 - qv (q_v): [..., num_heads, 512] beside q of 64 dims: logits are q . k + qv . v, over latents (MLA) k [..., 1, 64] and
-  v [..., 1, 512]. softmax_scale defaults to 1 / sqrt(64 + 512).
+  v [..., 1, 512]. softmax_scale defaults to 1 / sqrt(64 + 512). Fewer dims and more heads of keys cost a copy of them.
 - q_descale, k_descale, v_descale: float32 [batch, num_heads_k], factors of q, k and v; for inputs of 16 bits, too. With
   q of 8 bits the result is bfloat16. Tensors that were expanded from one number cost nothing in paged calls on a GPU.
 - sinks (s_aux, learnable_sink): [num_heads] logits (natural logarithm) that are added to each denominator.
@@ -17,7 +17,8 @@ window_size, softcap and softmax_scale, are those of quire.compat.flash_attn. Be
 - num_splits: with 1, the keys of a request are never divided; other numbers have no effect.
 - scheduler_metadata, pack_gqa, sm_margin, fa_version, ver and deterministic are checked and have no effect: they tune
   FlashAttention's kernels. dropout_p must be 0. alibi_slopes: as in quire.compat.flash_attn.
-- cp_world_size, cp_rank, cp_tot_seqused_k: more than one rank only where the mask hides no key.
+- cp_world_size, cp_rank, cp_tot_seqused_k: with a page table, key j is key j * cp_world_size + cp_rank of its request,
+  which has cp_tot_seqused_k int32 [batch] keys on all ranks. More than one rank is refused beside windows.
 
 Where the host has to know the lengths, for a window to the right or for attention_chunk with causal=False or a window,
 it waits for the GPU, and the call cannot be captured in a CUDA graph. Other calls can, after one call outside. Each
@@ -64,7 +65,7 @@ from quire.compat.flash_attn_tokens import (
 )
 from quire.engine.checks import check_flags, check_output, check_shape, is_choice
 from quire.engine.plan_cache import replayed
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -181,6 +182,10 @@ def flash_attn_varlen_func(
         q.shape[1], 1 if is_choice(max_seqlen_q, (1,)) else None, softmax_scale, causal, window_size, attention_chunk,
         softcap, num_splits, pack_gqa, sm_margin, return_attn_probs, deterministic,
     ).options("flash_attn_varlen_func", VarlenKeywords, forks)  # fmt: skip
+    if qv is not None and options.returns_lse and 4 in (forks.get("fa_version"), forks.get("ver")):
+        raise UnsupportedError(
+            "fa_version: expected 3 beside q_v and an lse, whose dimensions FA4 has in another order."
+        )
     for offsets, most, name in (
         (cu_seqlens_q, max_seqlen_q, "max_seqlen_q"),
         (cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),

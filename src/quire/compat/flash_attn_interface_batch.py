@@ -6,14 +6,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch.nn.functional import pad
 
 from quire.compat.flash_attn_batch import Scoring, Where, attend_batch, tensor_of
-from quire.compat.flash_attn_tokens import Keys, Queries
-from quire.engine.checks import check_flags, check_output, check_same_device, check_shape, float_sinks, is_choice
+from quire.compat.flash_attn_tokens import Keys, Queries, Rows
+from quire.engine.checks import (
+    check_flags,
+    check_output,
+    check_same_device,
+    check_shape,
+    float_sinks,
+    is_choice,
+    to_int32,
+)
 from quire.engine.graph import is_capturing
 from quire.engine.tensors import LATENT_DIM
 from quire.errors import UnsupportedError, ValidationError
 
+ROPE_DIM = 64  #: dims of q beside qv
 Window = Any  #: (left, right), as a tuple or a list; None: all keys
 ALL = (-1, -1)
 
@@ -101,6 +111,14 @@ def fork_keywords(function: str) -> tuple[str, ...]:
     return (*sorted(known.__optional_keys__), *_REFUSED)
 
 
+class Ranks(NamedTuple):
+    """Context parallelism: key j of a rank is key j * world + rank of its request, which has `total` keys."""
+
+    world: int
+    rank: int
+    total: torch.Tensor  #: int32 [batch]
+
+
 class Options(NamedTuple):
     """What all functions take beside tensors of queries, keys and values."""
 
@@ -109,6 +127,7 @@ class Options(NamedTuple):
     sinks: torch.Tensor | None
     out: torch.Tensor | None
     returns_lse: bool
+    ranks: Ranks | None = None  #: where the causal mask hides keys of a rank
 
     @property
     def is_local(self) -> bool:
@@ -153,8 +172,7 @@ class Given(NamedTuple):
             scoring, check_count(self.attention_chunk or 0, "attention_chunk"),
             _one_of(keywords, _SINKS, self.num_heads), get("out"), self.return_lse or any(map(get, _LSE)),
         )  # fmt: skip
-        _check_ranks(options, self.qo_len, keywords)
-        return options
+        return options._replace(ranks=_ranks(options, self.qo_len, keywords))
 
 
 _LSE = ("return_softmax_lse", "return_attn_probs")
@@ -206,8 +224,8 @@ def the_same(given: Mapping[str, Any]) -> tuple[Any, str]:
     return found[0] if found else (None, next(iter(given)))
 
 
-def _check_ranks(options: Options, qo_len: int | None, keywords: Mapping[str, Any]) -> None:
-    """Context parallelism deals keys to ranks in turns, so that only masks that hide no key are the same on a rank."""
+def _ranks(options: Options, qo_len: int | None, keywords: Mapping[str, Any]) -> Ranks | None:
+    """None where the mask hides no key, so that a rank needs to know nothing of others."""
     world, rank = (keywords.get(name, start) for name, start in (("cp_world_size", 1), ("cp_rank", 0)))
     if check_count(rank, "cp_rank") >= max(1, check_count(world, "cp_world_size")):
         raise ValidationError(f"cp_rank: expected a number below cp_world_size={world}, got {rank}.")
@@ -215,12 +233,18 @@ def _check_ranks(options: Options, qo_len: int | None, keywords: Mapping[str, An
     if total is not None:
         check_shape(tensor_of(total, "cp_tot_seqused_k"), "cp_tot_seqused_k", {"batch": None})
     scoring = options.scoring
-    sees_all = scoring.left < 0 and not options.chunk and (qo_len == 1 or (not scoring.causal and scoring.right < 0))
-    if world > 1 and not (sees_all and scoring.slopes is None):
+    if world > 1 and not (scoring.left < 0 and scoring.right <= 0 and not options.chunk and scoring.slopes is None):
         raise UnsupportedError(
-            f"cp_world_size: expected 1 where a mask hides keys, got {world}; with causal=True and max_seqlen_q > 1, a "
-            f"window, attention_chunk or alibi_slopes, queries must know where the keys of a rank stand in the request."
+            f"cp_world_size: expected 1 beside a window, attention_chunk or alibi_slopes, got {world}, as kernels do "
+            f"not know where the keys of a rank stand in the request."
         )
+    if world <= 1 or qo_len == 1 or not scoring.causal:
+        return None
+    if total is None:
+        raise ValidationError(
+            f"cp_tot_seqused_k: expected int32 [batch] beside causal=True and cp_world_size={world}, got None."
+        )
+    return Ranks(world, rank, to_int32(total, "cp_tot_seqused_k"))
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -267,6 +291,8 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     dim_v, is_paged = keys.v.shape[-1], keys.table is not None
     if qv is not None:
         _check_latents(queries, keys, options, scales)
+        if (q.shape[-1], dim_v, keys.k.shape[-2]) != (ROPE_DIM, LATENT_DIM, 1):
+            return _other_latents(queries, keys, options, scales)
     dim, scale = q.shape[-1] + (0 if qv is None else dim_v), options.scoring.softmax_scale
     scale = dim**-0.5 if scale is None and dim else scale
     q = q.to(torch.bfloat16) if q.dtype.itemsize == 1 else q
@@ -275,6 +301,9 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     out = _result(options.out, q, dim_v)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
     scoring = options.scoring._replace(softmax_scale=scale).for_parts(queries.num_parts)
+    if options.ranks is not None:
+        queries, keys = _row_by_row(queries, keys, options.ranks)
+        scoring = scoring._replace(causal=False, right=-1)
     attend_batch(
         q, keys.k, keys.v, out, lse, float_sinks(options.sinks, "sinks"),
         Where(queries.offsets, keys.offsets, keys.lens, keys.table), queries.qo_len, scoring, options.chunk, qv,
@@ -325,11 +354,11 @@ def _check_latents(queries: Queries, keys: Keys, options: Options, scales: Scale
     q, qv, scoring = queries.q, queries.qv, options.scoring
     sizes = {"rows": q.shape[0], "num_heads": q.shape[1], "head_dim_v": keys.v.shape[-1]}
     check_shape(qv, "qv", sizes)
-    if (q.shape[-1], keys.v.shape[-1], keys.k.shape[-2]) != (64, LATENT_DIM, 1):
+    if q.shape[-1] > ROPE_DIM or keys.v.shape[-1] > LATENT_DIM:
         raise UnsupportedError(
-            f"qv: expected q of 64 dims and v of {LATENT_DIM} with one head of keys, which kernels of latents take, "
-            f"got q of {q.shape[-1]}, v of {keys.v.shape[-1]} and {keys.k.shape[-2]} heads of keys; where "
-            f"their dims are 256 at most, concatenate q and qv, and k and v."
+            f"qv: expected q of at most {ROPE_DIM} dims and v of at most {LATENT_DIM}, which kernels of latents take, "
+            f"got q of {q.shape[-1]} and v of {keys.v.shape[-1]}; where their dims are 256 at most together, "
+            f"concatenate q and qv, and k and v."
         )
     if any(scale is not None for scale in scales):
         raise UnsupportedError("q_descale, k_descale, v_descale: expected None beside qv, whose keys have 16 bits.")
@@ -338,6 +367,50 @@ def _check_latents(queries: Queries, keys: Keys, options: Options, scales: Scale
             "qv: expected no window_size, attention_chunk, softcap or alibi_slopes beside it; kernels of latents have "
             "causal=True and False."
         )
+
+
+def _other_latents(
+    queries: Queries, keys: Keys, options: Options, scales: Scales
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Latents of other sizes, padded with zeros in copies, and of several heads, one head of keys after the other."""
+    assert queries.qv is not None
+    dim_v, heads_k = keys.v.shape[-1], keys.k.shape[-2]
+    scale = options.scoring.softmax_scale
+    scale = (queries.q.shape[-1] + dim_v) ** -0.5 if scale is None else scale
+    q, k = (pad(t, (0, ROPE_DIM - t.shape[-1])) for t in (queries.q, keys.k))
+    qv, v = (pad(t, (0, LATENT_DIM - t.shape[-1])) for t in (queries.qv, keys.v))
+    group, results = q.shape[1] // max(1, heads_k), []
+    for i in range(heads_k):
+        mine = slice(i * group, (i + 1) * group)
+        sinks = None if options.sinks is None else options.sinks[mine]
+        one = options._replace(sinks=sinks, out=None, scoring=options.scoring._replace(softmax_scale=scale))
+        some = queries._replace(q=q[:, mine].contiguous(), qv=qv[:, mine].contiguous())
+        its = keys._replace(k=k[..., i : i + 1, :].contiguous(), v=v[..., i : i + 1, :].contiguous())
+        results.append(attend(some, its, one, scales))
+    out = torch.cat([one[0] for one in results], 1)[..., :dim_v].contiguous()
+    lse = torch.cat([one[1] for one in results if one[1] is not None], 1) if options.returns_lse else None
+    return out if options.out is None else _result(options.out, out, dim_v).copy_(out), lse
+
+
+def _row_by_row(queries: Queries, keys: Keys, ranks: Ranks) -> tuple[Queries, Keys]:
+    """Each query as a request of its own, with the first keys of its rank, those that the causal mask shows it."""
+    if keys.table is None or queries.num_parts > 1:
+        raise UnsupportedError(
+            f"cp_world_size: expected 1 with causal=True for keys without a page table, or with seqused_q; got "
+            f"{ranks.world}."
+        )
+    assert keys.lens is not None
+    check_shape(ranks.total, "cp_tot_seqused_k", {"batch": queries.batch})
+    device, offsets = queries.q.device, queries.offsets
+    rows = Rows.of(offsets, queries.batch, queries.qo_len, queries.q)
+    request = rows.request.clamp(max=queries.batch - 1).long()
+    new = torch.full_like(ranks.total, queries.qo_len) if offsets is None else offsets.diff()
+    place = (ranks.total.to(device) - new.to(device))[request] + rows.place
+    seen = torch.div(place - ranks.rank, ranks.world, rounding_mode="floor") + 1
+    lens = torch.minimum(seen.clamp(min=0), keys.lens.to(device)[request])
+    lens = torch.where(rows.request < queries.batch, lens, 0).to(torch.int32)
+    one = queries._replace(batch=queries.q.shape[0], qo_len=1, offsets=None)
+    return one, keys._replace(lens=lens, table=keys.table.to(device)[request])
 
 
 def _result(given: torch.Tensor | None, q: torch.Tensor, dim_v: int) -> torch.Tensor:

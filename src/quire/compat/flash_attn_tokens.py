@@ -174,16 +174,27 @@ class BeyondTableError(ValidationError, RuntimeError):
     """More tokens than a block table has pages for; FlashAttention raises RuntimeError."""
 
 
-def check_capacity(lens: torch.Tensor, most: int, waits: bool = False) -> None:
-    """Tokens are no more than a block table has pages for. waits: whether to wait for a GPU where lengths lie there."""
-    if is_tracing() or not lens.numel() or not (lens.is_cpu or (waits and not is_capturing(lens.device))):
+_waited_for: dict[Any, None] = {}  #: shapes of calls whose lengths on a GPU were compared
+_MOST_WAITED_FOR = 512
+
+
+def check_capacity(lens: torch.Tensor, most: int, shapes: Any = None, new: int = 0) -> None:
+    """Tokens, together with new ones, are no more than a block table has pages for. With shapes, the first call that
+    has them waits for a GPU where lengths lie there.
+    """
+    waits = shapes is not None and shapes not in _waited_for and not lens.is_cpu and not is_capturing(lens.device)
+    if is_tracing() or not lens.numel() or not (lens.is_cpu or waits):
         return
-    longest = int(lens.max())
+    longest = int(lens.max()) + new
     if longest > most:
         raise BeyondTableError(
             f"cache_seqlens: expected at most {most} tokens, for which block_table has pages, together with those of "
             f"k; got {longest}."
         )
+    if waits:
+        if len(_waited_for) >= _MOST_WAITED_FOR:
+            _waited_for.clear()
+        _waited_for[shapes] = None
 
 
 class Cache(NamedTuple):

@@ -2,7 +2,7 @@
 
 Only vLLM imports this module, when one of the names is chosen. Metadata, writes to the cache, and most answers to vLLM
 are inherited; forward() calls Quire, and no schedule is made ahead of it. What Quire's functions lack is not promised:
-decode context parallelism, the masks of images in PrefixLM models, and R-SWA.
+decode context parallelism of many heads, the masks of images in PrefixLM models, and R-SWA.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class QuireMLAMetadataBuilder(FlashAttnMLAMetadataBuilder):  # type: ignore[misc
 class QuireMLAImpl(FlashAttnMLAImpl):  # type: ignore[misc]
     """A layer of attention over latents; its prefill is that of --attention-config mla_prefill_backend."""
 
-    supports_dcp = False
+    supports_dcp = True
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
@@ -280,6 +280,7 @@ class QuireMLAImpl(FlashAttnMLAImpl):  # type: ignore[misc]
             max_seqlen_q=decode.max_query_len, max_seqlen_k=decode.max_seq_len, seqused_k=decode.seq_lens,
             block_table=decode.block_table, softmax_scale=self.scale, causal=True,
             return_softmax_lse=self.need_to_return_lse_for_decode, num_splits=decode.max_num_splits,
+            cp_world_size=self.dcp_world_size, cp_rank=self.dcp_rank, cp_tot_seqused_k=decode.dcp_tot_seq_lens,
         )  # fmt: skip
         return (result[0], result[1].transpose(0, 1)) if self.need_to_return_lse_for_decode else (result, None)
 
