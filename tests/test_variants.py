@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -1049,6 +1050,78 @@ def test_jit_args():
         quire.BatchPrefillWithPagedKVCacheWrapper(space, jit_args=source)
     with pytest.raises(quire.ValidationError, match="expected it once"):
         quire.BatchDecodeWithPagedKVCacheWrapper(space, jit_args=variants.alibi, variant=variants.alibi)
+
+
+#: What stands for FlashInfer's C++ texts, which are known by their digests.
+TEXTS = {
+    "FlashSigmoid": "struct FlashSigmoid : AttentionVariantBase { /* of softmax */ };",
+    "FlashAlibiDecode": "struct FlashAlibiDecode : AttentionVariantBase { /* a bias */ };",
+    "FlashCustomMask": "struct FlashCustomMask : AttentionVariantBase { /* bits */ };",
+}
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """jit_args as FlashInfer takes them, with one of the texts, whose white space means nothing."""
+    known = {
+        "FlashSigmoid": next(text for text in variants._TEXTS.values() if text.is_sum),
+        "FlashAlibiDecode": next(text for text in variants._TEXTS.values() if text.has_slopes),
+        "FlashCustomMask": next(text for text in variants._TEXTS.values() if text.scale),
+    }
+    for name, text in TEXTS.items():
+        monkeypatch.setitem(variants._TEXTS, hashlib.sha256("".join(text.split()).encode()).hexdigest(), known[name])
+
+    def jit_args(name, tensors=(), scalars=()):
+        types = torch.float16, torch.float16, torch.float16, torch.int32, 64, 64
+        lists = [*tensors], ["float"] * len(tensors), [*scalars], ["double"] * len(scalars)
+        return ("uri", *types, *lists, name, TEXTS[name].replace(" ", "\n  "))
+
+    return jit_args
+
+
+def test_sigmoid_in_cxx(device, backend, texts):
+    """Weights are not divided by their sum; run() takes the scale and the bias by position."""
+    p = problem(device)
+    given = texts("FlashSigmoid", (), ("logits_scale", "sigmoid_bias"))
+    cache, want = p.paged(16), []
+    for q0, q1, k0, k1 in zip(p.qo_indptr, p.qo_indptr[1:], p.kv_indptr, p.kv_indptr[1:], strict=False):
+        group = p.num_qo_heads // p.num_kv_heads
+        k, v = (t[k0:k1].double().repeat_interleave(group, 1) for t in (p.k, p.v))
+        weights = torch.sigmoid(torch.einsum("mhd,nhd->hmn", p.q[q0:q1].double(), k) * 0.1 - 2.0)
+        want.append(torch.einsum("hmn,nhd->mhd", weights, v))
+    ragged = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, jit_args=given)
+    plan_ragged(ragged, p, plan={"causal": False, "sm_scale": None})
+    paged = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, jit_args=[*given])
+    plan_paged(paged, p, cache, plan={"causal": False, "sm_scale": None})
+    results = [ragged.run(p.q, p.k, p.v, 0.1, -2.0), paged.run(p.q, cache.kv, 0.1, -2.0, out=torch.empty_like(p.q))]
+    for o in results:
+        torch.testing.assert_close(o.double(), torch.cat(want), atol=2e-2, rtol=2e-2)
+    with pytest.raises(quire.UnsupportedError, match="return_lse: expected False"):
+        ragged.run(p.q, p.k, p.v, 0.1, -2.0, return_lse=True)
+    with pytest.raises(quire.ValidationError, match="args: expected sm_scale, bias, got 3"):
+        ragged.run(p.q, p.k, p.v, 0.1, -2.0, 3.0)
+
+
+def test_alibi_in_cxx(device, texts):
+    """The bias is added before the scale."""
+    p = Problem((1, 1, 1), (20, 1, 65), device=device, dtype=any_dtype(device))
+    cache, given = p.paged(16), texts("FlashAlibiDecode", ("maybe_alibi_slopes",), ("sm_scale",))
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device), jit_args=given)
+    plan_decode(wrapper, p, cache, plan={"sm_scale": None})
+    plain = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device), variant=variants.alibi)
+    plan_decode(plain, p, cache, plan={"sm_scale": 0.2})
+    slopes = quire.get_alibi_slopes(p.num_qo_heads, device) * 0.2
+    assert torch.equal(wrapper.run(p.q, cache.kv, 0.2), plain.run(p.q, cache.kv, slopes=slopes))
+
+
+def test_a_mask_in_cxx(device, texts):
+    """It reads the bits that plan() is given; logits have no scale."""
+    p = problem(device).random_mask()
+    given = texts("FlashCustomMask", ("maybe_custom_mask", "maybe_mask_indptr"))
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), jit_args=given)
+    plan_ragged(wrapper, p, plan={"sm_scale": None})
+    p.sm_scale = 1.0
+    p.check(wrapper.run(p.q, p.k, p.v))
 
 
 def test_functions_of_a_jit_module():

@@ -18,7 +18,16 @@ import torch
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.cache.merge import merge_state_in_place
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import batch_size_of, check_positive, device_of, host_indices, last_of_lens, scalar
+from quire.engine.checks import (
+    batch_size_of,
+    check_positive,
+    check_same_device,
+    check_tensor,
+    device_of,
+    host_indices,
+    last_of_lens,
+    scalar,
+)
 from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
@@ -173,7 +182,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """
         if sink is not None and sinks is not None:
             raise ValidationError("sink: expected it or sinks, got both.")
-        given = self._sinks_and_scale(sinks if sink is None else sink, sm_scale)
+        if sm_scale is not None:
+            self._rescale(sm_scale)
+        given = sinks if sink is None else sink
+        if given is not None:
+            check_same_device(check_tensor(given, "sink"), "sink", self.device)
         return super().run(q, paged_kv_cache, sinks=given, **options)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.attention.prefill import positional_scales, without_flag
+from quire.attention.variants import text_of, variant_in
 from quire.cache.page import get_seq_lens
 from quire.calls.cudnn import cudnn_batch_decode_with_kv_cache
 from quire.calls.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
@@ -28,7 +29,6 @@ from quire.engine.checks import (
     page_indices,
 )
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
-from quire.engine.operands import variant_of
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
@@ -95,11 +95,12 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         backend: str = "auto", jit_args: Any = None, *, variant: Variant | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_of(variant, jit_args),
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_in(variant, jit_args),
             paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )  # fmt: skip
         self.use_tensor_cores = use_tensor_cores
+        self._text = text_of(jit_args)
 
     @foreign(permissions="non_blocking")
     def plan(
@@ -195,11 +196,13 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
             check_permissions(skip_softmax_threshold_scale_factor)
         if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):
             raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
-        if scales:
+        if scales and self._text is None:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
         if kv_cache_sf is not None:
             paged_kv_cache, options = self._scaled(paged_kv_cache, kv_cache_sf, options)
+        if self._text is not None:
+            return self._text.run(self, q, paged_kv_cache, scales, out, lse, return_lse, options)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def forward(

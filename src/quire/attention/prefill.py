@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from quire.attention.variants import text_of, variant_in
 from quire.calls.cudnn import cudnn_batch_prefill_with_kv_cache
 from quire.calls.latents import trtllm_ragged_attention_deepseek
 from quire.calls.prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
@@ -26,7 +27,6 @@ from quire.calls.single import (
 )
 from quire.engine.batch import with_items
 from quire.engine.checks import batch_size_of, check_permissions, host_indices, last_page_lens, page_indices, refuse
-from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, converted, run_options
 from quire.engine.schedule import Indices
@@ -74,11 +74,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
     ) -> None:  # fmt: skip
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
-            variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
+            variant_in(variant, jit_args, jit_kwargs),
             qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
-        self._takes_sinks = takes_sinks(jit_args)
+        self._text = text_of(jit_args)
 
     @foreign(
         refused="v_indptr o_indptr",
@@ -159,13 +159,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
                 enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf, **operands,
             )  # fmt: skip
             return converted(run, lse, return_lse, lse_base, lse_layout)
-        if scales and self._takes_sinks:
-            sinks = self._sinks_and_scale(*scales)
-        elif scales:
+        if scales and self._text is None:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         kv, options = (k, v), run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
         if kv_cache_sf is not None:
             kv, options = self._scaled(kv, kv_cache_sf, options)  # type: ignore[assignment]
+        if self._text is not None:
+            return self._text.run(self, q, kv, scales, out, lse, return_lse, options)
         return self._runner().run(q, kv, out, lse, return_lse, options)
 
     def forward(
@@ -239,12 +239,12 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
     ) -> None:  # fmt: skip
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
-            variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
+            variant_in(variant, jit_args, jit_kwargs),
             qo_indptr_buf=qo_indptr_buf, paged_kv_indptr_buf=paged_kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
-        self._takes_sinks = takes_sinks(jit_args)
+        self._text = text_of(jit_args)
 
     @foreign(
         permissions="use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking uniform_q_len",
@@ -388,13 +388,13 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
                 enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf, **operands,
             )  # fmt: skip
             return converted(run, lse, return_lse, lse_base, lse_layout)
-        if scales and self._takes_sinks:
-            sinks = self._sinks_and_scale(*scales)
-        elif scales:
+        if scales and self._text is None:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
         if kv_cache_sf is not None:
             paged_kv_cache, options = self._scaled(paged_kv_cache, kv_cache_sf, options)
+        if self._text is not None:
+            return self._text.run(self, q, paged_kv_cache, scales, out, lse, return_lse, options)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def forward(

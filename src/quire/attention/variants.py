@@ -14,13 +14,18 @@ torch.Size([3, 8, 64])
 
 from __future__ import annotations
 
+import hashlib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from quire.engine.checks import check_positive
-from quire.errors import ValidationError
+from quire.engine.checks import check_positive, check_same_device, check_tensor
+from quire.engine.operands import SinkText, variant_of
+from quire.engine.run import Result, RunOptions
+from quire.engine.wrapper import ForwardWrapper
+from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions import exp, log, maximum, minimum, tanh, to_float, to_int, where
 from quire.kernels.expressions.variant import Variant
 
@@ -227,3 +232,73 @@ def get_alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> 
     n = 2 ** math.floor(math.log2(heads))
     powers = [8 / n * (i + 1) for i in range(n)] + [4 / n * (2 * i + 1) for i in range(heads - n)]
     return torch.tensor([2.0**-power for power in powers], dtype=torch.float32, device=device)
+
+
+# --- FlashInfer's C++ texts ------------------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """What a wrapper does whose jit_args have a C++ text of FlashInfer's documentation and tests."""
+
+    takes: tuple[str, ...]  #: what run() takes by position: "sinks", "sm_scale" or an operand of the variant
+    variant: Variant | None = None  #: in the place of the text; None: what kernels have built in
+    scale: float | None = None  #: of logits, where run() does not take it; None: plan()'s
+    is_sum: bool = False  #: weights are not divided by their sum
+    has_slopes: bool = False  #: those of ALiBi are added before the scale
+
+    def run(
+        self, wrapper: ForwardWrapper, q: torch.Tensor, kv: Any, values: tuple[Any, ...], out: torch.Tensor | None,
+        lse: torch.Tensor | None, return_lse: bool, options: RunOptions,
+    ) -> Result:  # fmt: skip
+        """run() of a wrapper, with `values` by position."""
+        if len(values) > len(self.takes):
+            raise ValidationError(f"args: expected {', '.join(self.takes) or 'none'}, got {len(values)} values.")
+        given = dict(zip(self.takes, values, strict=False))
+        sinks, scale = given.pop("sinks", options.sinks), given.pop("sm_scale", self.scale)
+        if scale is not None:
+            wrapper._rescale(scale)
+        if sinks is not None:
+            check_same_device(check_tensor(sinks, "sink"), "sink", wrapper.device)
+        if self.has_slopes:
+            given["slopes"] = get_alibi_slopes(q.shape[1], q.device) * (wrapper._sm_scale or 1.0)
+        options = options._replace(sinks=sinks, operands={**options.operands, **given})
+        runner = wrapper._runner()
+        if not self.is_sum:
+            return runner.run(q, kv, out, lse, return_lse, options)
+        if return_lse or lse is not None:
+            raise UnsupportedError("return_lse: expected False, as attention without softmax has no log-sum-exp.")
+        result = sigmoid_output(*runner.run(q, kv, None, None, True, options))
+        return result if out is None else out.copy_(result)
+
+
+#: By the digest of a text without white space: FlashSigmoid for sm_80 and for sm_90, FlashCustomMask, FlashAlibiDecode.
+_TEXTS: Mapping[str, Text] = {
+    "814392dab56111546430405bc82ee42b70f24ae82b88a7246ff7230d05aadc51": Text(("sm_scale", "bias"), sigmoid, None, True),
+    "1284293e950913632bc77cddb20530bb642826b6085ba7038025981dfd1169ae": Text(("sm_scale", "bias"), sigmoid, None, True),
+    "35d44b952b20d7f92200a0506b517d6db912e0f5048d63fc474415c5cff38ab8": Text((), None, 1.0),
+    "a59b186f457e4dbaf23f2124bbb4c1b25c3863870c2a094adaa5fc64d110ffaf": Text(("sm_scale",), alibi, None, False, True),
+}
+_SINKS = Text(("sinks", "sm_scale"))
+
+
+def text_of(jit_args: Any) -> Text | None:
+    """What jit_args mean if they have a text that is known."""
+    if not isinstance(jit_args, (list, tuple)):
+        return None
+    for value in jit_args:
+        if isinstance(value, SinkText):
+            return _SINKS
+        found = _TEXTS.get(
+            hashlib.sha256("".join(value.split()).encode()).hexdigest() if isinstance(value, str) else ""
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def variant_in(variant: Any, jit_args: Any, jit_kwargs: Any = None) -> Variant | None:
+    """The variant of a wrapper, from any of the arguments that can give it."""
+    text = text_of(jit_args)
+    if text is None:
+        return variant_of(variant, jit_args, jit_kwargs)
+    return variant_of(variant, [] if text.variant is None else [text.variant])

@@ -40,11 +40,6 @@ class SinkText(str):
 ATTENTION_SINK = SinkText("struct AttentionSink, which kernels of Quire have built in")
 
 
-def takes_sinks(jit_args: Any) -> bool:
-    """Whether `jit_args` declare FlashInfer's variant with sinks, as provided by quire.compat.flashinfer."""
-    return isinstance(jit_args, (list, tuple)) and any(isinstance(value, SinkText) for value in jit_args)
-
-
 def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Variant | None:
     """The variant of a wrapper, from any of the arguments that can give it."""
     given = [variant, *(jit_args if isinstance(jit_args, (list, tuple)) else [jit_args])]

@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import torch
 
 from quire.engine.attention import Attention, planned, workspace_bytes_of
-from quire.engine.checks import check_flags, check_same_device, check_tensor, last_of_lens
+from quire.engine.checks import check_flags, last_of_lens
 from quire.engine.device import ALIGNMENT, UserWorkspace
 from quire.engine.graph import GraphState, graph_state
 from quire.engine.inspection import Explanation
@@ -349,18 +349,14 @@ class AttentionWrapper(EngineAttributes):
             return
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
 
-    def _sinks_and_scale(self, sinks: torch.Tensor | None, sm_scale: float | None = None) -> torch.Tensor | None:
-        """The sinks of a run() that takes them and the scale of logits by position, which then holds."""
-        if sm_scale is not None:
-            attention = planned(self._attention)
-            present = attention.spec.options
-            cap = present.logits.logits_soft_cap
-            scale = logits_options(present.head_dim_qk, sm_scale, present.logits.window_left, cap, "NONE").sm_scale
-            logits = present.logits._replace(sm_scale=scale)
-            self._attention = attention.replan(self._workspace, self._backend, logits=logits)
-        if sinks is not None:
-            check_same_device(check_tensor(sinks, "sink"), "sink", self.device)
-        return sinks
+    def _rescale(self, sm_scale: float) -> None:
+        """Another scale of logits, which holds from then on."""
+        attention = planned(self._attention)
+        present = attention.spec.options
+        cap = present.logits.logits_soft_cap
+        scale = logits_options(present.head_dim_qk, sm_scale, present.logits.window_left, cap, "NONE").sm_scale
+        logits = present.logits._replace(sm_scale=scale)
+        self._attention = attention.replan(self._workspace, self._backend, logits=logits)
 
     def _replan(self, arguments: Mapping[str, Any]) -> None:
         """forward() has arguments of plan(), here by name: plan again where they differ from what was planned."""
