@@ -6,7 +6,7 @@
 #   make test-all   both; build/durations.txt and build/durations-slow.txt have the seconds of each file and of each test
 #   make sanitize   the tests that compute on the CPU, with address and undefined behaviour sanitizers; half an hour
 #   make docs       the documents as one folder that opens from disk: build/docs/index.html; warnings are errors
-#   make figures    draws benchmarks/results/*.json into docs/figures/, and writes README.md's tables from them
+#   make figures    draws benchmarks/results/*.json into docs/figures/, and writes the tables of README.md and docs/measured.md
 #   make hub        build/hub: a repository of kernels for the Hugging Face Hub; it takes nvcc
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #   make upstream   clones FlashInfer and runs its own tests of attention on Quire; it takes a GPU; no part of .ci/run

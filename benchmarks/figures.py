@@ -1,6 +1,6 @@
 """Draws the committed result files: speed beside peers, roofline, first call, host cost, the CPU, and scaling.
 
-It also writes the tables of README.md (tables.py).
+It also writes the tables of README.md and docs/measured.md (tables.py).
 
     python benchmarks/figures.py [--out docs/figures]
 
@@ -122,6 +122,21 @@ def speed(figure: Figure) -> str:
         f"{_machine(latest('*-h200-attention.json'))}. Other libraries: FlashInfer, FlashAttention-3, cuDNN.\n"
         "* the fastest other library ran on keys without pages, which is less work."
     )
+
+
+def summary(figure: Figure) -> str:
+    """Speed of Quire as a multiple of the fastest other library's, in some rows."""
+    rows = [*tables.summaries()]
+    figure.set_size_inches(8.4, 2.9)
+    ax = figure.subplots()
+    for y, row in enumerate(rows):
+        ax.barh(y, row.ratio, height=0.62, color="C0" if row.ratio >= 1 else "C1")
+        ax.annotate(f"{row.ratio:.2f}x {row.rival}", (row.ratio, y), (5, 0), va="center", textcoords="offset points")
+    _ranked(ax, [row.label for row in rows])
+    ax.set_xticks([0, 1, 2, 3, 4], ["0", "1x", "2x", "3x", "4x"])
+    ax.set_xlim(0, 1.45 * max(row.ratio for row in rows))
+    ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
+    return f"{_machine(latest('*-h200-attention.json'))}"
 
 
 def rates(figure: Figure) -> str:
@@ -321,7 +336,7 @@ def _doubling(ax: Axes, title: str) -> None:
 
 
 PICTURES: tuple[Callable[[Figure], str], ...] = (
-    speed, rates, roofline, first_call, host, cpu, *((scaling,) if [*RESULTS.glob("*-scaling.json")] else ())
+    summary, speed, rates, roofline, first_call, host, cpu, *((scaling,) if [*RESULTS.glob("*-scaling.json")] else ())
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The tables of measurements in README.md, from the newest result files.
+"""The tables of measurements in README.md and docs/measured.md, from the newest result files.
 
     python benchmarks/tables.py    rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->`
 
@@ -27,7 +27,7 @@ DECODE_COLUMNS = {
     "quire": ("quire",), "FlashInfer decode": ("fi-decode", "fi-decode-tc", "fi-xqa"), "FlashInfer fa2": ("fi-fa2",),
     "FlashAttention-3": ("fa3",), "cuDNN": ("torch-cudnn",),
 }  # fmt: skip
-#: Rows of attention.py, as README.md describes them.
+#: Rows of attention.py, as docs/measured.md describes them.
 PREFILL = {
     "d128 32/8 causal, 2 x 8192": "prefill-d128-causal-b2-8k",
     "d128 32/8 full, 2 x 8192": "prefill-d128-full-b2-8k",
@@ -325,7 +325,79 @@ def cpu() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"prefill": prefill, "decode": decode, "features": features, "cpu": cpu}
+# --- a summary -------------------------------------------------------------------------------------------------------
+
+
+class Summary(NamedTuple):
+    """Quire beside the fastest other library."""
+
+    label: str
+    unit: str  #: us or TFLOP/s
+    quire: float
+    rival: str
+    other: float
+
+    @property
+    def ratio(self) -> float:
+        """Quire's speed, as a multiple of the other's."""
+        return self.other / self.quire if self.unit == "us" else self.quire / self.other
+
+
+#: Rows of attention.py, as the summary describes them; and lines of the table of features, of which each has a column.
+SUMMARY = {
+    "prefill, 2 x 8192 tokens, pages of 16": "prefill-p16-causal-b2-8k",
+    "chunks of 512 on 8192 tokens": "append-q512-kv8k-b8",
+    "prefill over an 8-bit cache": "prefill-p16-e4m3-b2-8k",
+    "decode, 64 x 4096": "decode-b64-kv4k-p16",
+    "decode, 128 requests of 16 to 32768": "decode-b128-skewed",
+}
+SUMMARY_OF_FEATURES = {
+    "decode with latents (MLA), 64 x 4096": ("MLA decode, 128 heads: 64 x 4096, 2 queries each, 16 x 16384", 0),
+    "decode, 64 requests share 8192 tokens": (
+        "cascade: 64 requests share 8192 tokens, 256 share 32768, three levels", 0,
+    ),
+    "prefill, a custom mask: 12 documents": ("custom mask: 12 documents, a window of 1024, a prefix-LM", 0),
+}  # fmt: skip
+
+
+def summaries() -> Iterator[Summary]:
+    measured = {row["row"]: row for row in latest("*-h200-attention.json")["rows"]}
+    for label, name in SUMMARY.items():
+        is_time = name.startswith("decode")
+        columns = DECODE_COLUMNS if is_time else PREFILL_COLUMNS
+        values = {
+            r["provider"]: float(r["timing"]["median"] if is_time else r["rate"])
+            for r in measured[name]["results"] if r["timing"]
+        }  # fmt: skip
+        best_of = min if is_time else max
+        found = {title: best_of((values[n] for n in names if n in values), default=None)
+                 for title, names in columns.items()}  # fmt: skip
+        yield _summary(label, "us" if is_time else "TFLOP/s", found)
+    lines = {line.label: line for line in _features()}
+    for label, (name, column) in SUMMARY_OF_FEATURES.items():
+        line = lines[name]
+        rivals = {title: values[column] for title, values in line.others.items()}
+        yield _summary(label, line.unit, {"quire": line.quire[column], **rivals})
+
+
+def _summary(label: str, unit: str, found: Mapping[str, float | None]) -> Summary:
+    known = {title: value for title, value in found.items() if value is not None}
+    own = known.pop("quire")
+    rival = (min if unit == "us" else max)(known, key=lambda title: known[title])
+    return Summary(label, unit, own, rival.replace(" (contiguous)", ""), known[rival])
+
+
+def summary() -> str:
+    def cells(row: Summary) -> Sequence[str]:
+        return row.label, f"{figure(row.quire)} {row.unit}", f"{figure(row.other)} ({row.rival})", f"{row.ratio:.2f}"
+
+    return table(["on one H200", "Quire", "the fastest other library", "times as fast"], map(cells, summaries()))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary, "prefill": prefill, "decode": decode, "features": features, "cpu": cpu,
+}  # fmt: skip
+FILES = ROOT / "README.md", ROOT / "docs" / "measured.md"
 
 
 def filled(text: str) -> str:
@@ -337,8 +409,9 @@ def filled(text: str) -> str:
     return re.sub(r"(<!-- table: (\w+) -->)\n.*?\n(<!-- end -->)", between, text, flags=re.DOTALL)
 
 
-def write(path: Path = ROOT / "README.md") -> None:
-    path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+def write() -> None:
+    for path in FILES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
