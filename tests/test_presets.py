@@ -117,6 +117,52 @@ def test_what_no_kernel_does_is_said_and_the_rest_is_given() -> None:
     assert all("fp32 is not fp16 or bf16" in text for text in exact.refusals)
 
 
+def test_kv_heads_are_read_whatever_they_are_called() -> None:
+    step = presets.serving({"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}, {"tp": 2})
+    assert (step.num_qo_heads, step.num_kv_heads) == (32, 4)
+    fields = {
+        "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4, "head_dim": 256,
+        "global_head_dim": 512, "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    sliding, full = presets.serving(fields, {"tp": 2}).layers
+    assert (sliding.num_kv_heads, full.num_kv_heads, full.head_dim_qk) == (0, 2, 512)
+    many = presets.serving({**fields, "global_head_dim": None, "num_global_key_value_heads": 1}, {})
+    decodes = {
+        spec.slug.split(".", 3)[3] for spec in needs(many, "sm90a").specs if spec.slug.startswith("attention_decode")
+    }
+    assert {"d256-256.paged.none-window.m16", "d256-256.paged.none.m32"} <= decodes
+    with pytest.raises(ValidationError, match="fits 4 kv heads"):
+        presets.serving({**fields, "num_key_value_heads": 24, "num_attention_heads": 48}, {"tp": 3})
+
+
+def test_what_the_hub_leaves_out_comes_from_transformers() -> None:
+    pytest.importorskip("transformers")
+    text = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024, "model_type": "gemma3_text"}
+    model = presets.serving({"model_type": "gemma3", "text_config": text}, {})
+    assert (model.num_qo_heads, model.num_kv_heads) == (8, 4) and {layer.window for layer in model.layers} == {
+        True,
+        False,
+    }
+    with pytest.raises(ValidationError, match="num_attention_heads, and transformers cannot fill it in"):
+        presets.serving({"model_type": "no_such_model"}, {})
+
+
+def test_latents_over_a_cached_prefix_and_chosen_by_an_indexer() -> None:
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    slugs = {spec.slug for spec in needs(presets.serving({**config, "index_topk": 2048}, {}), "sm90a").specs}
+    for wanted in (
+        "d192-128.ragged.none",
+        "d192-128.ragged.causal",
+        "attention_mla_fa3.sm90a.bf16-bf16-bf16.d576-512.paged.none",
+    ):
+        assert any(wanted in slug for slug in slugs), wanted
+    assert {slug.partition(".")[0] for slug in slugs} >= {"mqa_logits", "top_tokens", "append_latents", "merge_pair"}
+    narrow = {
+        spec.slug for spec in needs(presets.serving({**config, "index_topk": 2048}, {"kv": "e4m3"}), "sm90a").specs
+    }
+    assert any("bf16-e4m3-bf16.d576-512.paged.none-scaled" in slug for slug in narrow)
+
+
 # --- exactly what plan() asks for ------------------------------------------------------------------------------------
 
 

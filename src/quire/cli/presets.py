@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ _LARGEST_CONFIG = 1 << 24  #: bytes
 _LONG_ROWS = 4096  #: packed rows of a long prompt
 #: Where multimodal models keep the config of the language model.
 _NESTED = ("text_config", "llm_config", "language_config")
+_QO_HEADS = "num_attention_heads", "n_head", "num_heads", "n_heads"
+_KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "num_attention_groups", "n_head_kv", "multi_query_group_num",
+)  # fmt: skip
+_GLOBAL_KV_HEADS = "num_global_key_value_heads"  #: of layers without a window
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic_bert")
 _FLAGS = ("graph", "ragged", "cascade", "tree")
 _NUMBERS = ("tp", "page", "spec")
@@ -41,6 +47,7 @@ class Layer:
     soft_cap: bool = False
     causal: bool = True
     alibi: bool = False
+    num_kv_heads: int = 0  #: of one rank, where they are others than the model's
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Serving:
     cascade: bool = False  #: states are merged
     tree: bool = False  #: draft tokens branch
     spec: int = 1  #: queries of a request in decode: 1 and the draft tokens
+    sparse: bool = False  #: queries attend to the latents that an indexer chooses (DeepSeek V3.2)
 
     @property
     def group_size(self) -> int:
@@ -117,24 +125,43 @@ def serving(config: Mapping[str, Any], options: Mapping[str, Any]) -> Serving:
     """How a model of this config is served with these options."""
     nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     fields = {**config, **{name: value for name, value in nested.items() if value is not None}}
-    qo_heads = _number(fields, "num_attention_heads", "n_head", "num_heads", "n_heads")
-    kv_heads = _number(fields, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",
-                       default=1 if fields.get("multi_query") else qo_heads)  # fmt: skip
+    if all(fields.get(name) is None for name in _QO_HEADS):
+        fields = _with_defaults(config, fields)
+    qo_heads = _number(fields, *_QO_HEADS)
+    kv_heads = _number(fields, *_KV_HEADS, default=1 if fields.get("multi_query") else qo_heads)
     tp = options.get("tp", 1)
-    if qo_heads % tp or (kv_heads % tp and tp % kv_heads):
-        raise ValidationError(
-            f"config: tp={tp}: expected a divisor of {qo_heads} query heads that fits {kv_heads} kv heads."
-        )
+    for heads in {kv_heads, _number(fields, _GLOBAL_KV_HEADS, default=kv_heads)}:
+        if qo_heads % tp or (heads % tp and tp % heads):
+            raise ValidationError(
+                f"config: tp={tp}: expected a divisor of {qo_heads} query heads that fits {heads} kv heads."
+            )
     stored = dtype_of(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16", "dtype").slug
     dtype = options.get("dtype") or ("bf16" if stored == "fp32" else stored)  # as engines load float32 checkpoints
     latent = fields.get("kv_lora_rank")
     return Serving(
-        model=str(fields.get("model_type", "unknown")), layers=tuple(dict.fromkeys(_layers(fields, qo_heads))),
+        model=str(fields.get("model_type", "unknown")), layers=tuple(dict.fromkeys(_layers(fields, qo_heads, tp))),
         latent=(latent + _number(fields, "qk_rope_head_dim"), latent) if latent else None,
         num_qo_heads=qo_heads // tp, num_kv_heads=max(1, kv_heads // tp), dtype=dtype,
         kv_dtype=options.get("kv", dtype), page_size=options.get("page", 16), spec=options.get("spec", 1),
+        sparse=bool(latent and fields.get("index_topk")),
         **{name: True for name in _FLAGS if options.get(name)},
     )  # fmt: skip
+
+
+def _with_defaults(config: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, and those that the model's class in transformers fills in, as some configs on the Hub need."""
+    if find_spec("transformers") is None or not isinstance(config.get("model_type"), str):
+        return fields
+    from transformers import AutoConfig  # takes seconds
+
+    try:
+        filled = AutoConfig.for_model(**config).to_dict()
+    except Exception as error:  # of a class of transformers: it does not know the model, or the config is wrong
+        raise ValidationError(
+            f"config: expected a field {_QO_HEADS[0]}, and transformers cannot fill it in: {error}."
+        ) from error
+    nested: dict[str, Any] = next((filled[name] for name in _NESTED if isinstance(filled.get(name), dict)), {})
+    return {**{name: value for name, value in {**filled, **nested}.items() if value is not None}, **fields}
 
 
 def _number(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -163,10 +190,11 @@ def _head_dims(fields: Mapping[str, Any], qo_heads: int) -> tuple[int, int]:
     return dim, _number(fields, "v_head_dim", default=dim)
 
 
-def _layers(fields: Mapping[str, Any], qo_heads: int) -> Iterator[Layer]:
+def _layers(fields: Mapping[str, Any], qo_heads: int, tp: int) -> Iterator[Layer]:
     """The kinds of layers, in order, some of them more than once."""
     qk, vo = _head_dims(fields, qo_heads)
     wide = fields.get("global_head_dim")
+    heads = _number(fields, _GLOBAL_KV_HEADS) if fields.get(_GLOBAL_KV_HEADS) is not None else 0
     causal = fields.get("model_type") not in _ENCODERS and not any("MaskedLM" in a for a in _architectures(fields))
     for kind in _kinds(fields):
         window = kind != "full"
@@ -174,6 +202,7 @@ def _layers(fields: Mapping[str, Any], qo_heads: int) -> Iterator[Layer]:
         yield Layer(
             dims[0], dims[1], window=window, chunked=kind == "chunked",
             soft_cap=bool(fields.get("attn_logit_softcapping")), causal=causal, alibi=_has_alibi(fields),
+            num_kv_heads=max(1, heads // tp) if heads and not window else 0,
         )  # fmt: skip
 
 
@@ -241,16 +270,23 @@ def _problems(model: Serving, target: str) -> Iterator[tuple[str, AttentionProbl
         ragged = replace(whole, page_size=0, kv=q)
         if model.latent is not None or not layer.causal:  # keys and values are made for the prompt alone
             yield "prefill", ragged, True
+            if model.latent is not None:  # a chunk, and its prefix from the cache, which it sees whole
+                yield "prefill over a cached prefix", replace(ragged, mask=MaskMode.NONE), True
             continue
         yield "prefill", whole, True
         if kv.bits <= 8 and target == "sm90a" and not layer.window:  # long prompts may attend to widened keys
             yield "prefill over widened keys", replace(whole, kv=q), False
         if model.ragged:
             yield "ragged prefill", ragged, True
-        yield from _decodes(model, whole)
+        yield from _decodes(replace(model, num_kv_heads=layer.num_kv_heads or model.num_kv_heads), whole)
     if model.latent is not None:
+        one = replace(model, num_kv_heads=1)
         whole = _problem(Layer(*model.latent), target, q, kv, model.page_size)
-        yield from _decodes(replace(model, num_kv_heads=1), whole)
+        yield from _decodes(one, whole)
+        if model.sparse:  # the tokens that queries see are pages of one; latents of 8 bits then have scales
+            tokens = replace(whole, page_size=1, mask=MaskMode.NONE)
+            yield from _decodes(replace(one, spec=1), replace(tokens, tile_scales=kv.bits == 8))
+            yield "sparse prefill", replace(tokens, kv=q, rows=same_rows(model.num_qo_heads)), False
 
 
 def _problem(layer: Layer, target: str, q: DType, kv: DType, page_size: int) -> AttentionProblem:
@@ -287,6 +323,10 @@ def _operations(model: Serving, target: str) -> Iterator[OperationKey]:
         yield from OperationKey(*append).family()
         if kv.bits <= 8 and target == "sm90a":
             yield from OperationKey("widen", target, model.dtype).family()
-    if model.cascade:
+    if model.sparse:
+        yield from OperationKey("mqa_logits", target).family()
+        yield from OperationKey("top_tokens", target, "fp32").family()
+        yield from OperationKey("append_latents", target, model.dtype).family()
+    if model.cascade or model.latent is not None:
         for name in ("merge", "merge_pair"):
             yield from OperationKey(name, target, model.dtype).family()
