@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -864,3 +865,41 @@ def test_soft_caps_of_runs_that_are_no_number():
     wrapper = quire.BatchAttention(device="cpu")
     with pytest.raises(ValidationError, match=r"^logits_soft_cap: expected a number or a tensor of one element"):
         wrapper.run(torch.zeros(1, 1, 64), torch.zeros(1, 2, 1, 1, 64), logits_soft_cap=SEVERAL)
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (
+            lambda q, k: quire.single_prefill_with_kv_cache(*(x.transpose(0, 1) for x in (q, k, k))),
+            r"q.transpose\(0, 1\)",
+        ),
+        (lambda q, k: quire.single_prefill_with_kv_cache(q[None], k[None], k[None]), "flash_attn_func takes"),
+        (lambda q, k: quire.single_prefill_with_kv_cache(q.numpy(), k, k), r"torch.from_numpy\(q\) makes one"),
+        (
+            lambda q, k: quire.single_prefill_with_kv_cache(q, k, k, custom_mask=torch.zeros(10, 30)),
+            r"Variant\(score=\.\.\.\)",
+        ),
+    ],
+)
+def test_what_other_libraries_take_has_a_cure(call: Callable[..., object], cure: str) -> None:
+    with pytest.raises(quire.ValidationError, match=cure):
+        call(torch.randn(10, 32, 64), torch.randn(30, 8, 64))
+
+
+def test_rows_that_plan_was_not_told_of_have_a_cure() -> None:
+    tables = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 1], [5, 5])]
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    wrapper.plan(*tables, 32, 8, 64, 16, q_data_type=torch.float32)
+    with pytest.raises(quire.ValidationError, match=r"told of 2 rows: .* q_len_per_req=n"):
+        wrapper.run(torch.randn(4, 32, 64), torch.randn(8, 2, 16, 8, 64))
+
+
+def test_names_that_are_not_there_have_a_cure() -> None:
+    for name, cure in (
+        ("sampling", "flashinfer.sampling"),
+        ("BatchDecodeWithPagedKvCacheWrapper", "mean quire.BatchDecodeWithPagedKVCacheWrapper"),
+        ("nothing_like_it", r"dir\(quire\)"),
+    ):
+        with pytest.raises(AttributeError, match=cure):
+            getattr(quire, name)

@@ -40,6 +40,10 @@ _MODULES = {
 }
 _PLACES = {f"quire.{name}": f"quire.{package}.{name}" for package, names in _MODULES.items() for name in names}
 _PLACES["quire.expression"] = "quire.kernels.expressions"
+#: Modules of FlashInfer that are not about attention.
+_FLASHINFER_ALONE = frozenset(
+    ("activation", "comm", "fp4_quantization", "fused_moe", "gemm", "logits_processor", "norm", "sampling", "topk")
+)
 
 
 class _Modules(MetaPathFinder, Loader):
@@ -84,7 +88,15 @@ if not TYPE_CHECKING:  # type checkers would take any name
             _load()
             if name in globals():
                 return globals()[name]
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        raise AttributeError(f"module 'quire' has no attribute {name!r}.{_instead(name)}")
+
+    def _instead(name: str) -> str:
+        from difflib import get_close_matches
+
+        if name in _FLASHINFER_ALONE:
+            return f" It has attention alone; FlashInfer's {name} is flashinfer.{name}, which Quire leaves as it is."
+        found = get_close_matches(name, globals().get("__all__", ()), 1, 0.8)
+        return f" Did you mean quire.{found[0]}?" if found else " dir(quire) lists the names."
 
 
 def __dir__() -> list[str]:

@@ -38,7 +38,8 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
 def _refuse_tensor(value: Any, name: str) -> None:
     """Raises the error for an invalid tensor. A tensor without elements may have no memory."""
     if not isinstance(value, torch.Tensor):
-        raise ValidationError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
+        cure = f" torch.from_numpy({name}) makes one." if type(value).__name__ == "ndarray" else ""
+        raise ValidationError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.{cure}")
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else value.layout
         raise ValidationError(f"{name}: expected a dense tensor with data, got {kind} {value.dtype} on {value.device}.")
@@ -105,7 +106,20 @@ def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | No
         else:
             return
     dims = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in expected.items())
-    raise ValidationError(f"{name}: expected [{dims}], got {list(shape)}.")
+    raise ValidationError(f"{name}: expected [{dims}], got {list(shape)}.{cure_of(shape, expected)}")
+
+
+def cure_of(shape: Sequence[int], expected: Mapping[str, int | None]) -> str:
+    """What to do about a shape that other libraries' calls have, or that plan() was not told of."""
+    if len(shape) == 4 and len(expected) == 3 and next(iter(expected)) in ("qo_len", "kv_len"):
+        return " A batch of one length is what quire.compat.flash_attn.flash_attn_func takes, as [batch, ...]."
+    rows = expected.get("nnz_qo")
+    if rows is not None and len(shape) == len(expected) and shape[0] != rows:
+        return (
+            f" plan() was told of {rows} rows: qo_indptr[-1] of prefill, one for each request of decode or "
+            "q_len_per_req=n of them."
+        )
+    return ""
 
 
 def check_dtype(tensor: torch.Tensor, name: str, expected: DType, option: str = "q_data_type") -> None:

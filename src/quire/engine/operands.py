@@ -336,6 +336,11 @@ _BYTES_A_CTA = 1024  #: of the result: two for each of the kChunk items in kerne
 def pack_mask(mask: torch.Tensor, indices: Indices, device: torch.device) -> torch.Tensor:
     """The bits of a flat bool mask, sum(qo_len * kv_len) values, as the kernels read them."""
     check_tensor(mask, "custom_mask")
+    if mask.is_floating_point():
+        raise ValidationError(
+            f"custom_mask: expected dtype torch.bool, True where a query sees a key, got {mask.dtype}; a bias that is "
+            "added to logits is a custom variant: quire.Variant(score=...)."
+        )
     check_same_device(mask, "custom_mask", device)
     segments = [0]
     for qo_len, kv_len in zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), strict=True):

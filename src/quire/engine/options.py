@@ -181,7 +181,10 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
     """Both head counts; the first must be a multiple of the second."""
     qo, kv = check_positive(num_qo_heads, "num_qo_heads"), check_positive(num_kv_heads, "num_kv_heads")
     if qo % kv:
-        raise ValidationError(f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}.")
+        raise ValidationError(
+            f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}. Tensors are [tokens, heads, head_dim]: "
+            "q.transpose(0, 1) makes one of [heads, tokens, head_dim], and keys and values may be kv_layout='HND'."
+        )
     return qo, kv
 
 

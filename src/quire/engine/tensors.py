@@ -20,6 +20,7 @@ from quire.engine.checks import (
     check_positive,
     check_same_device,
     check_tensor,
+    cure_of,
     shape_of,
 )
 from quire.engine.device import on_cuda
@@ -415,7 +416,8 @@ class Expected(NamedTuple):
         if dims[0] == "num_pages" and not options.page_size:
             dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
         layout = _LAYOUT_HINTS[self.layout] if operand.type == "kv" else ""
-        raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.")
+        cure = cure_of(sizes, dict(zip(names, wanted, strict=True)))
+        raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.{cure}")
 
     def _check_alignment(self, view: View, name: str, num_bytes: int, itemsize: int) -> None:
         """GPU kernels load 16 bytes at a time, of scales as many as a row of them has."""
