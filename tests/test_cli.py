@@ -91,7 +91,7 @@ def program(*words: str, **environment: str) -> subprocess.Popen[str]:
         ("cache gc", "expected --max-size, --unused-for or both"),
         ("cache why packbits.sm90a.any.v7", "expected name.target.type.vN"),
         ("warmup --manifest /nowhere", "cannot be read"),
-        ("plan-for /nowhere/config.json", "cannot be read"),
+        ("plan-for /nowhere/config.json", "there is no /nowhere"),
         ("completion csh", "expected one of bash, fish, zsh"),
         ("", "required: COMMAND"),
     ],

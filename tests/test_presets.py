@@ -293,3 +293,14 @@ def test_support_is_answered_without_a_compiler(monkeypatch: pytest.MonkeyPatch)
     assert quire.is_supported(head_dim=576, head_dim_vo=512, target="sm90a", page_size=64)
     with pytest.raises(ValidationError, match="mask"):
         quire.is_supported(head_dim=64, mask="alibi")
+
+
+def test_types_are_also_called_as_engines_call_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read("llama-3.1-70b", ",kv=fp8").kv_dtype == read("llama-3.1-70b", ",kv=fp8_e4m3").kv_dtype == "e4m3"
+    with pytest.raises(ValidationError, match=r"fp8 \(float8_e4m3fn\), nvfp4, got 'int4'"):
+        read("llama-3.1-70b", ",kv=int4")
+    with pytest.raises(ValidationError, match="hf download no/such config.json"):
+        read_config("no/such")
+    with pytest.raises(SystemExit):
+        main(["warmup", "--head-dim", "128", "--mask", "casual"])
+    assert "got 'casual'; did you mean 'causal'?" in capsys.readouterr().err

@@ -437,7 +437,9 @@ def _export(options: argparse.Namespace) -> int:
     store = user_store()
     entries = [entry for entry in store.entries() if _has(entry.slug, options.words)]
     if not entries:
-        raise CacheError(f"{store.root} has no sound entry of {' '.join(options.words) or 'any variant'}")
+        wanted = " ".join(options.words)
+        cure = f"; without {wanted!r} all entries are exported" if wanted else ""
+        raise CacheError(f"{store.root} has no sound entry of {wanted or 'any variant'}{cure}")
     count = export_entries(entries, options.file.expanduser().absolute())
     return tell(options, f"{count} entries in {options.file}", entries=count, path=str(options.file))
 

@@ -101,7 +101,9 @@ def masks(text: str) -> tuple[str, ...]:
             read_mask(word)
         except QuireError as error:
             strange = next((part for part in word.lower().split("+") if part not in known), word)
-            raise argparse.ArgumentTypeError(str(error).partition(": ")[2] + meant(strange, known)) from error
+            raise argparse.ArgumentTypeError(
+                str(error).partition(": ")[2].removesuffix(".") + meant(strange, known)
+            ) from error
     return split(text)
 
 

@@ -98,6 +98,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             config = json.loads(file.read(_LARGEST_CONFIG))
+    except FileNotFoundError as error:
+        hub = f"; `hf download {path} config.json` gets that of a model of the Hub" if len(path.parts) == 2 else ""
+        raise ValidationError(f"config: expected a file or directory, and there is no {path}{hub}.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValidationError(f"config: {path} cannot be read: {error}.") from error
     if not isinstance(config, dict):

@@ -64,15 +64,18 @@ KV_DTYPES = (*DTYPES, NVFP4)
 SCALED_NUMBERS = 16
 _BY_NAME = {name: d for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
 _BY_NAME |= {"half": _BY_NAME["fp16"], "float": _BY_NAME["fp32"]}
+_BY_NAME |= {"fp8": _BY_NAME["e4m3"], "fp8_e4m3": _BY_NAME["e4m3"], "fp8_e5m2": _BY_NAME["e5m2"]}  # as engines say
 
 
-def dtype_of(value: Any, name: str) -> DType:
-    """The DType that `value` (a torch dtype or one of its spellings) names; `name` is the argument's."""
+def dtype_of(value: Any, name: str, others: str = "") -> DType:
+    """The DType that `value` (a torch dtype or one of its spellings) names; `name` is the argument's. others: what it
+    may also be.
+    """
     if isinstance(value, DType):
         return value
     found = _BY_NAME.get(str(value))
     if found is None:
-        known = ", ".join(d.torch_name for d in DTYPES)
+        known = ", ".join(d.torch_name for d in DTYPES) + others
         is_type = str(value).startswith("torch.")  # of numbers that no kernel reads
         kind = UnsupportedArgumentError if is_type else ValidationError
         raise kind(f"{name}: expected one of {known}, got {value!r}.")
@@ -84,7 +87,7 @@ _NVFP4_NAMES = {"nvfp4", *(f"{torch}{name}" for torch in ("", "torch.") for name
 
 def kv_dtype_of(value: Any, name: str) -> DType:
     """dtype_of() keys and values, which may be NVFP4: "nvfp4", or the torch dtypes of its bytes."""
-    return NVFP4 if str(value) in _NVFP4_NAMES else dtype_of(value, name)
+    return NVFP4 if str(value) in _NVFP4_NAMES else dtype_of(value, name, ", fp8 (float8_e4m3fn), nvfp4")
 
 
 class MaskMode(IntEnum):
