@@ -37,6 +37,7 @@ LEFT_OUT = frozenset(
         *("test_catalogue.py", "test_matrix.py", "test_options.py"),  # the choice of a kernel
         *("test_aot.py", "test_cli.py", "test_doctor.py", "test_hub.py", "test_import.py"),  # processes and caches
         *("test_benchmarks.py", "test_ci.py", "test_docs.py", "test_examples.py", "test_packaging.py"),  # programs
+        "test_release.py",  # which compares binaries byte by byte
         *("test_figures.py", "test_floors.py", "test_language.py", "test_surface.py", "test_typing.py"),  # source text
         "test_sanitize.py",  # which starts sanitizers itself
     }
