@@ -1,0 +1,95 @@
+"""Quire on a GPU that is not there: kernels are compiled to PTX, planned for tensors of the CPU, and interpreted."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+from ptx.artifacts import compiled_to_ptx, text_of
+from ptx.memory import GlobalMemory
+from ptx.program import Program, parse
+from ptx.threads import Grid
+from quire.engine import device, launch, planner
+from quire.jit import CudaModule, HostModule, Module
+
+#: SMs of the simulated GPU: a few, so that small problems are divided into parts that have to be merged.
+SMS = 3
+Edit = Callable[[str], str]
+
+
+@lru_cache(maxsize=32)
+def _parsed(text: str) -> Program:
+    return parse(text)
+
+
+class SimulatedGpu:
+    """The kernels that were launched, and what is changed in them before (`edit`: PTX -> PTX)."""
+
+    def __init__(self, target: str, edit: Edit | None = None) -> None:
+        self.target, self.edit = target, edit
+        self.launched: list[str] = []
+
+    def run(self, module: CudaModule, params: int, grid: int, block: int, smem: int) -> None:
+        """Interpret a launch; the parameters are read from the address `params`."""
+        text = text_of(module._image, module.slug)
+        edited = text if self.edit is None else self.edit(text)
+        self.launched.append(module.slug)
+        program, entry = _parsed(edited), module.entry.manifest.entry
+        size = program.functions[entry].params[0].size
+        memory = GlobalMemory(_storages())
+        given = memory.relocate(ctypes.string_at(params, size))
+        Grid(program, entry, memory, given, grid, block, smem).run()
+
+
+def _storages() -> dict[int, int]:
+    """Address and bytes of the memory of each tensor of this process."""
+    found: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor) and tensor.is_cpu and not tensor.is_sparse:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: size for address, size in found.items() if address and size}
+
+
+@contextmanager
+def simulated(target: str = "sm80", edit: Edit | None = None) -> Iterator[SimulatedGpu]:
+    """In here the CPU's tensors are on a GPU of this target. `edit`: changes the PTX of all kernels."""
+    gpu = SimulatedGpu(target, edit)
+    host_launch = launch._launch
+
+    def bind(
+        self: CudaModule, params: int, grid: int, block: int, smem: int, index: int, *, pdl: bool = False
+    ) -> _Started:
+        return _Started(lambda: gpu.run(self, params, grid, block, smem))
+
+    def start(module: Module, params: int, on: torch.device, grid: int, block: int, smem: int = 0) -> None:
+        if isinstance(module, HostModule):
+            host_launch(module, params, on, grid, block, smem)
+        else:
+            gpu.run(module, params, grid, block, smem)
+
+    with compiled_to_ptx({target: target.removeprefix("sm")}) as patch:
+        patch.setattr(device, "host_target", lambda **_: target)
+        patch.setattr(planner, "max_ctas", lambda _, min_ctas: SMS * min_ctas)
+        patch.setattr(CudaModule, "is_loaded", lambda *_: True)
+        patch.setattr(CudaModule, "prepare", lambda *_: None)
+        patch.setattr(CudaModule, "bind", bind)
+        patch.setattr(launch, "_launch", start)
+        yield gpu
+
+
+class _Started:
+    """Stands for a jit.Launch."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def start(self, stream: int) -> None:
+        """Launch; there is one stream."""
+        del stream
+        self._run()
