@@ -168,10 +168,15 @@ def _reversed(a: Array) -> Array:
     return result
 
 
-def _funnel(low: Array, high: Array, count: Array) -> Array:
-    """shf.l.wrap"""
-    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
-    return ((both << (count & np.uint32(31)).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+def _funnel(to_left: bool, clamps: bool) -> Callable[[Array, Array, Array], Array]:
+    """shf: 32 bits of the 64 of (high, low), shifted by up to 31 (wrap) or 32 (clamp)."""
+
+    def shift(low: Array, high: Array, count: Array) -> Array:
+        both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+        by = (np.minimum(count, np.uint32(32)) if clamps else count & np.uint32(31)).astype(np.uint64)
+        return (both << by >> np.uint64(32) if to_left else both >> by).astype(np.uint32)
+
+    return shift
 
 
 _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -320,7 +325,7 @@ RULES: dict[str, Rule] = {
     "neg": each(np.negative), "abs": each(np.abs), "min": each(np.fmin), "max": each(np.fmax),
     "and": each(np.bitwise_and), "or": each(np.bitwise_or), "xor": each(np.bitwise_xor), "not": each(np.invert),
     "shl": each(_shift(np.left_shift), types=". u32"), "shr": each(_shift(np.right_shift), types=". u32"),
-    "shf.l.wrap": each(_funnel), "bfi": each(_inserted, types=". . u32 u32"),
+    "bfi": each(_inserted, types=". . u32 u32"),
     "bfe": each(_extracted, types=". u32 u32"), "prmt": each(_permuted), "lop3": each(_looked_up, types=". . . b32"),
     "popc": each(_bits_set, result="u32"), "clz": each(_leading_zeros, result="u32"), "brev": each(_reversed),
     "selp": each(lambda a, b, p: np.where(p, a, b), types=". . pred"),
@@ -330,6 +335,10 @@ RULES: dict[str, Rule] = {
     "rsqrt": each(_approximate(lambda x: 1 / np.sqrt(x))), "sqrt": each(_approximate(np.sqrt)),
     "tanh": each(_approximate(np.tanh)), "sin": each(_approximate(np.sin)), "cos": each(_approximate(np.cos)),
     "mov": _move, "cvt": _convert, "cvt.rn.bf16x2.f32": _pair_of(to_bfloat16), "cvt.rn.f16x2.f32": _pair_of(to_float16),
+    **{
+        f"shf.{way}.{mode}": each(_funnel(way == "l", mode == "clamp"), types=". . u32")
+        for way in "lr" for mode in ("wrap", "clamp")
+    },
     **{f"setp.{name}": each(function, result="pred") for name, function in _COMPARISONS.items()},
     **{
         f"{name}.rn.{pair}": _halves(function, widen, narrow)
