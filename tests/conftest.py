@@ -3,6 +3,8 @@
 A test that asks for `dtype` (with `device` and `backend`) runs once per number type that the backend takes; one that
 asks for `device` alone runs once per device.
 
+With `--as-gpu 8.6` a GPU is taken for one of that compute capability: see ptx/impersonated.py.
+
 On the CPU, where each variant is a second of compiling, tests run with few combinations of their parameters: those that
 covering.py leaves out count as deselected, and `--every-combination` runs them.
 """
@@ -14,6 +16,7 @@ import own_environment  # noqa: F401  # before torch is
 # isort: split
 import gc
 from collections.abc import Generator
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from hypothesis import reject
 from covering import beyond_first, left_out
 from durations import Durations
 from limits import is_expected, limit
+from ptx import impersonated
 from targets import CUDA_BACKENDS, pin, targets
 
 GPU_PINS = {pin(name) for name in CUDA_BACKENDS}
@@ -38,6 +42,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except NotImplementedError as error:
         if is_expected(error, pyfuncitem.originalname):
             pytest.skip(": ".join(limit(error) or ()))
+        if impersonated.is_of_another_gpu(error):
+            pytest.skip("names a kernel that the GPU that is played has not")
         raise
 
 
@@ -93,10 +99,20 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-combination", action="store_true", help="leave out no parameters on the CPU")
     parser.addoption("--durations-file", type=Path, help="where to write the seconds of each file and of each test")
+    parser.addoption(
+        "--as-gpu", choices=sorted(impersonated.GPUS), help="take this machine's GPUs for one of a compute capability"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Writes durations, but not in the processes that share the tests."""
+    """Writes durations, but not in the processes that share the tests; plays another GPU, before tests are collected."""
+    name = config.getoption("as_gpu")
+    if name is not None:
+        if reason := impersonated.refusal(name):
+            raise pytest.UsageError(f"--as-gpu {name}: {reason}")
+        stack = ExitStack()
+        stack.enter_context(impersonated.impersonated(name))
+        config.add_cleanup(stack.close)
     path = config.getoption("durations_file")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(path))

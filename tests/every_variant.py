@@ -1,6 +1,7 @@
 """Each shipped variant of the attention kernels once, on a small batch, against the oracle.
 
     python tests/every_variant.py                                    # all presets, on the GPU if there is one
+    python tests/every_variant.py --as-gpu 8.6 --backend decode,fa2  # another GPU's, as PTX
     compute-sanitizer --tool memcheck python tests/every_variant.py --backend decode,fa2
 
 A line for each variant that is wrong; exit status 1 if there is one.
@@ -23,6 +24,7 @@ import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from latents import Latents
 from problems import Problem
+from ptx.impersonated import GPUS, impersonated, refusal
 from quire.cli.aot import PRESETS, Selection, select
 from quire.engine.device import target_of
 from quire.kernels import AttentionKey, kernel_of
@@ -129,7 +131,18 @@ def main() -> int:
     parser.add_argument("--preset", default=",".join(PRESETS))
     parser.add_argument("--most", type=int, default=math.inf, help="variants")
     parser.add_argument("--announce", action="store_true", help="print each variant's name before it runs")
+    parser.add_argument("--as-gpu", choices=sorted(GPUS), help="take the GPU for one of a compute capability")
     options = parser.parse_args()
+    if options.as_gpu is None:
+        return compare(options, device)
+    if reason := refusal(options.as_gpu):
+        parser.error(f"--as-gpu {options.as_gpu}: {reason}")
+    with impersonated(options.as_gpu):
+        return compare(options, device)
+
+
+def compare(options: argparse.Namespace, device: str) -> int:
+    """Run the variants that the options name; the exit status."""
     backends = tuple(options.backend.split(","))
     ran, wrong = set(), 0
     keys = list(shipped(target_of(torch.device(device)), backends, tuple(options.preset.split(","))))

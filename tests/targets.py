@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ptx.impersonated import capability
+
 
 def pin(name: str) -> str:
     """What `backend=` takes for the kernel of this name and no other; "auto" pins none."""
@@ -35,10 +37,9 @@ def targets(backends: Mapping[str, tuple[int, int]] = CUDA_BACKENDS) -> list[Tar
     """The backends that this machine can run, of those on GPUs `backends`."""
     if not torch.cuda.is_available():
         return [CPU]
-    capability = torch.cuda.get_device_capability()
+    present = capability()
+    of_hopper = (9, 0)  # which is no lower limit: kernels for it run on no newer GPU
     names = [
-        name
-        for name, oldest in backends.items()
-        if capability >= oldest and (name not in ("fa3", "fp8") or capability[0] == 9)
+        name for name, oldest in backends.items() if present >= oldest and (oldest < of_hopper or present[0] == 9)
     ]
     return [CPU, *(Target("cuda:0", pin(name), (torch.float16, torch.bfloat16)) for name in names)]

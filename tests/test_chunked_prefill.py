@@ -115,7 +115,8 @@ def test_a_scale_of_values_multiplies_the_merged_result(device, is_one):
         result = wrapper.run(p.q, *split(p, PREFIX_LENS), return_lse=True, v_scale=v_scale)
         p.check(*result, v_scale=v_scale)
         assert result[0].isinf().any() == (abs(v_scale) > 1)
-    assert ("launch of its own" in str(wrapper.explain())) == (not is_one)
+    told = str(wrapper.explain())  # before Hopper a kernel that does both at once has to be pinned
+    assert ("launch of its own" in told) == (not is_one or "has to be pinned" in told)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import quire
 from calls import outputs, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from nvfp4_cases import SCALES, paged, quantise
 from problems import Problem, block_tables, equal_queries, ints, poisoned, workspace
+from ptx.impersonated import capability
 
 #: Backends that read 4 bits.
 CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "auto": (8, 0)}
@@ -392,7 +393,7 @@ def test_long_prefill_widens_ahead(dtype, device, page_size, kv_lens, num_rows):
     p = Problem((num_rows,) * len(kv_lens), kv_lens, num_qo_heads=8, head_dim=128, dtype=dtype, device=device,
                 causal=True, **SCALES)  # fmt: skip
     wrapper = check_prefill(p, paged(p, quantise(p), page_size), "auto")
-    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    is_hopper = capability()[0] == 9
     assert ("widened into" in str(wrapper.explain())) == is_hopper
 
 

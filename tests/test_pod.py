@@ -12,6 +12,7 @@ import torch
 
 import quire
 from problems import Problem, ints, workspace
+from ptx.impersonated import capability
 from quire.cli.aot import family, spec_of
 from quire.engine import joined, planner
 from quire.engine import launch as plan_module
@@ -27,7 +28,7 @@ from quire.kernels.params import PodParams
 
 PAGE = 16
 CPU = torch.device("cpu")
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER = torch.cuda.is_available() and capability() == (9, 0)
 
 
 def paged(device, qo_lens, kv_lens, causal):

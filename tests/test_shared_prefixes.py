@@ -9,6 +9,7 @@ import torch
 
 import quire
 from problems import Problem, workspace
+from ptx.impersonated import capability
 from quire.engine import joined
 from quire.kernels import PIN
 
@@ -40,7 +41,7 @@ def batch(shared, own, device, dtype=torch.float16, qo_len=1, scale=1):
 
 
 def plan(p, cache, pages, device, backend, qo_len=1, **more):
-    if "cuda" in str(device) and not backend.startswith(PIN) and torch.cuda.get_device_capability(device) != (9, 0):
+    if "cuda" in str(device) and not backend.startswith(PIN) and capability(device) != (9, 0):
         with pytest.raises(quire.UnsupportedError, match="has to be pinned"):
             _plan(p, cache, pages, device, backend, qo_len, **more)
         pytest.skip("before Hopper a kernel is pinned")

@@ -1,19 +1,21 @@
-"""Entries of the cache that hold PTX in place of machine code, made by nvcc through Quire's own builder.
+"""Entries of the cache that hold PTX in place of machine code, made by Quire's own builder.
 
-Their names differ from those of cubins, as flags are part of a name.
+Their names differ from those of cubins, as flags are a part of a name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from quire import jit
+from quire.engine import plan_cache, planner, spec
 from quire.errors import CacheError
-from quire.jit import builder, driver, toolchain
+from quire.jit import builder, driver, nvrtc_worker, toolchain
 from quire.jit.unit import Spec, read_exports
 
 #: An array of a unit: its name, and its bytes in decimal. Zeros at the end are left out.
@@ -24,7 +26,7 @@ def exports_of(image: bytes, spec: Spec) -> dict[str, int]:
     """unit.read_exports() for PTX as well."""
     if is_machine_code(image):
         return read_exports(image, spec)
-    text = image.decode()
+    text = text_of(image, spec.slug)
     assert f".entry {spec.entry}(" in text, f"{spec.slug}: no entry point"
     if not spec.exports:
         return {}
@@ -44,32 +46,51 @@ def text_of(image: bytes, slug: str) -> str:
     """The PTX of an artifact."""
     if is_machine_code(image):
         raise CacheError(f"{slug} was found as machine code, in a package of prebuilt variants: uninstall that first")
-    return image.decode()
+    return image.rstrip(b"\0").decode()
 
 
 @contextmanager
-def compiled_to_ptx(levels: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
-    """In here the targets `levels` are compiled to PTX of a level each, such as {"sm120": "90"}; by nvcc alone."""
-    flags = toolchain.Nvcc.flags
+def compiled_to_ptx(levels: Mapping[str, str]) -> Iterator[pytest.MonkeyPatch]:
+    """In here the targets `levels` are compiled to PTX of a level each, such as {"sm86": "86"}.
 
-    def ptx_flags(self: toolchain.Nvcc, target: str) -> tuple[str, ...]:
+    By the compiler that is found, nvcc or NVRTC, and no other: an entry of the other one is machine code.
+    """
+    of_nvcc, of_nvrtc = toolchain.Nvcc.flags, toolchain.Nvrtc.flags
+
+    def nvcc_flags(self: toolchain.Nvcc, target: str) -> tuple[str, ...]:
         if target not in levels:
-            return flags(self, target)
+            return of_nvcc(self, target)
         return ("-ptx", "-O3", "-std=c++17", f"--gpu-architecture=compute_{levels[target]}")
 
+    def nvrtc_flags(self: toolchain.Nvrtc, target: str) -> tuple[str, ...]:
+        flags = of_nvrtc(self, target)
+        return (f"--gpu-architecture=compute_{levels[target]}", *flags[1:]) if target in levels else flags
+
+    def nvrtc_words(self: toolchain.Nvrtc, target: str) -> list[str]:
+        words = of_words(self, target)
+        place = words.index(nvrtc_worker.__file__)
+        return [*words[:place], str(_TO_PTX), *words[place:]] if target in levels else words
+
+    of_words = toolchain.Nvrtc._words
+    found = toolchain.for_target(next(iter(levels)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUIRE_TOOLCHAIN", "nvcc")
-        patch.setattr(toolchain.Nvcc, "flags", ptx_flags)
+        patch.setenv("QUIRE_TOOLCHAIN", found.name)
+        patch.setattr(toolchain.Nvcc, "flags", nvcc_flags)
+        patch.setattr(toolchain.Nvrtc, "flags", nvrtc_flags)
+        patch.setattr(toolchain.Nvrtc, "_words", nvrtc_words)
         patch.setattr(builder, "read_exports", exports_of)
-        forget()
+        patch.setattr(plan_cache, "_known", plan_cache._Known())
+        patch.setattr(plan_cache, "_plans", plan_cache._Plans())
+        _forget()
         yield patch
-    forget()
+    _forget()
 
 
-def forget() -> None:
-    """Forget what was decided and loaded for another GPU."""
-    from quire.engine import planner, spec
+_TO_PTX = Path(__file__).with_name("nvrtc_to_ptx.py")
 
+
+def _forget() -> None:
+    """What was decided and loaded for another GPU."""
     driver.cuda_target.cache_clear()
     spec._decide.cache_clear()
     planner._prepare.cache_clear()
