@@ -13,7 +13,7 @@ import torch
 from ptx.artifacts import compiled_to_ptx, text_of
 from ptx.memory import GlobalMemory
 from ptx.program import Program, parse
-from ptx.threads import Grid
+from ptx.threads import Grid, Turns
 from quire.engine import device, launch, planner
 from quire.jit import CudaModule, HostModule, Module
 
@@ -28,10 +28,10 @@ def _parsed(text: str) -> Program:
 
 
 class SimulatedGpu:
-    """The kernels that were launched, and what is changed in them before (`edit`: PTX -> PTX)."""
+    """The kernels that were launched; what is changed in them before (`edit`: PTX -> PTX)."""
 
-    def __init__(self, target: str, edit: Edit | None = None) -> None:
-        self.target, self.edit = target, edit
+    def __init__(self, edit: Edit | None, turns: Turns) -> None:
+        self.edit, self.turns = edit, turns
         self.launched: list[str] = []
 
     def run(self, module: CudaModule, params: int, grid: int, block: int, smem: int) -> None:
@@ -43,7 +43,7 @@ class SimulatedGpu:
         size = program.functions[entry].params[0].size
         memory = GlobalMemory(_storages())
         given = memory.relocate(ctypes.string_at(params, size))
-        Grid(program, entry, memory, given, grid, block, smem).run()
+        Grid(program, entry, memory, given, grid, block, smem, self.turns).run()
 
 
 def _storages() -> dict[int, int]:
@@ -57,9 +57,9 @@ def _storages() -> dict[int, int]:
 
 
 @contextmanager
-def simulated(target: str = "sm80", edit: Edit | None = None) -> Iterator[SimulatedGpu]:
+def simulated(target: str = "sm80", edit: Edit | None = None, turns: Turns = Turns.NONE) -> Iterator[SimulatedGpu]:
     """In here the CPU's tensors are on a GPU of this target. `edit`: changes the PTX of all kernels."""
-    gpu = SimulatedGpu(target, edit)
+    gpu = SimulatedGpu(edit, turns)
     host_launch = launch._launch
 
     def bind(

@@ -2,12 +2,16 @@
 
 All threads of a grid are computed at once, as arrays. Of those that can go on, the ones at the first instruction do.
 Where an instruction is of a whole warp, threads wait for the rest of their warp, as a GPU's do.
+
+So warps meet at every instruction, and a barrier that is missing is not missed. In turns it is: each warp of a CTA goes
+on until it must wait for others, the first one first or the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -19,10 +23,18 @@ from ptx.transfers import Copies
 WARP = 32
 _DONE = 1 << 40  #: the place of a thread that has ended
 _BARRIERS = 16  #: of a CTA
-_MOST_BLOCKS = 200_000  #: of straight code, in all
+_MOST_BLOCKS = 20_000  #: of straight code, in all
 
 ALL = slice(None)
 Active = slice | Array
+
+
+class Turns(Enum):
+    """Which warp of a CTA goes on first."""
+
+    NONE = 0  #: all at once
+    FIRST = 1
+    LAST = -1
 
 
 @dataclass
@@ -37,14 +49,16 @@ class Grid:
     """A launch of `grid` CTAs of `block` threads with `smem` bytes of shared memory each."""
 
     def __init__(
-        self, program: Program, entry: str, regions: GlobalMemory, params: bytes, grid: int, block: int, smem: int
-    ) -> None:
+        self, program: Program, entry: str, regions: GlobalMemory, params: bytes, grid: int, block: int, smem: int,
+        turns: Turns = Turns.NONE,
+    ) -> None:  # fmt: skip
         if block % WARP:
             raise Fault(f"{block} threads are no whole warps")
         self.program, self.entry = program, entry
         self.size, self.num_ctas, self.block = grid * block, grid, block
         self.threads = np.arange(self.size)
         self.cta = self.threads // block
+        self._turn = self.threads % block // WARP * turns.value
         self._variables(program, entry, regions, params, smem)
         self.memory = Memory(self._shared_bytes, self._local_bytes, self.cta, regions)
         self.copies = Copies(self.memory, self.size)
@@ -126,11 +140,10 @@ class Grid:
 
     def _choose(self) -> tuple[int, Active] | None:
         """The threads that go on, and where they are; None: all have ended."""
-        ready = self._waits_at < 0
-        places = np.unique(self.pc[ready])
-        for place in places.tolist():
-            if place == _DONE:
-                break
+        ready = (self._waits_at < 0) & (self.pc != _DONE)
+        if ready.any():
+            ready &= self._turn == self._turn[ready].min()
+        for place in np.unique(self.pc[ready]).tolist():
             active = np.flatnonzero(ready & (self.pc == place))
             if self._code.steps[place].of_warp:
                 active = self._in_whole_warps(active)
