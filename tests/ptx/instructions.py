@@ -264,6 +264,25 @@ def _pair_of(narrow: Callable[[Array], Array]) -> Rule:
     return each(pair, types="f32 f32", result="b32")
 
 
+def _widened(fraction_bits: int) -> Rule:
+    """cvt of two numbers of 8 bits to a register of float16. Exponents are float16's after a shift and a product."""
+    bias = 15 - (2 ** (7 - fraction_bits - 1) - 1)  # between both exponents
+
+    def pair(numbers: Array) -> Array:
+        result = np.zeros(np.shape(numbers), np.uint32)
+        for i in (0, 1):
+            byte = numbers.astype(np.uint32) >> np.uint32(8 * i) & np.uint32(255)
+            bits = (byte & np.uint32(127)) << np.uint32(10 - fraction_bits)
+            widened = from_float16(bits) * np.float32(2.0**bias)
+            if bias:  # e4m3 has no infinity, and one NaN; e5m2 is the upper half of float16
+                widened = np.where(byte & np.uint32(127) == 127, np.float32(np.nan), widened)
+            signed = np.where(byte & np.uint32(128), -widened, widened)
+            result |= to_float16(signed.astype(np.float32)).astype(np.uint32) << np.uint32(16 * i)
+        return result
+
+    return each(pair, types="b16", result="b32")
+
+
 def _halves(function: Callable[..., Array], widen: Callable, narrow: Callable) -> Rule:
     """An operation on both 16-bit numbers of registers, rounded from float32."""
 
@@ -339,6 +358,7 @@ RULES: dict[str, Rule] = {
         f"shf.{way}.{mode}": each(_funnel(way == "l", mode == "clamp"), types=". . u32")
         for way in "lr" for mode in ("wrap", "clamp")
     },
+    "cvt.rn.f16x2.e4m3x2": _widened(3), "cvt.rn.f16x2.e5m2x2": _widened(2),
     **{f"setp.{name}": each(function, result="pred") for name, function in _COMPARISONS.items()},
     **{
         f"{name}.rn.{pair}": _halves(function, widen, narrow)

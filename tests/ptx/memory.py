@@ -42,10 +42,10 @@ class Bank:
         """The elements at these offsets: their numbers, [len(offsets), count]. limits: first bytes, and ends."""
         size = dtype.itemsize * count
         begin, end = (self.begin, self.end) if limits is None else limits
-        wrong = (offsets < begin) | (offsets + size > end)
-        if wrong.any():
-            at = int(offsets[wrong][0])
-            raise Fault(f"{self.name}: byte {at - np.min(begin)} of {np.max(end) - np.min(begin)}, {size} bytes")
+        wrong = np.flatnonzero((offsets < begin) | (offsets + size > end))
+        if len(wrong):
+            first, last = (limit[wrong[0]] if np.ndim(limit) else limit for limit in (begin, end))
+            raise Fault(f"{self.name}: {size} bytes at byte {offsets[wrong[0]] - first} of {last - first}")
         if (offsets % size).any():
             raise Fault(f"{self.name}: byte {offsets[offsets % size != 0][0]} is not aligned to {size} bytes")
         return (offsets // dtype.itemsize)[:, None] + np.arange(count)

@@ -11,7 +11,7 @@ _VARIABLE = re.compile(
     r"\.(?P<space>shared|local|param|global|const)\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$]+)"
     r"(?:\[(?P<count>\d*)\])?"
 )
-_REGISTERS = re.compile(r"\.reg\s+\.(?P<type>\w+)\s+(?P<name>%?\w+)(?:<(?P<count>\d+)>)?")
+_REGISTERS = re.compile(r"(?P<name>%?\w+)(?:<(?P<count>\d+)>)?")
 _LABEL = re.compile(r"([$\w]+):")
 #: Operands are what commas outside of braces and brackets separate.
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*")
@@ -145,9 +145,11 @@ def _statements(text: str) -> list[str]:
 
 
 def _declare_registers(statement: str, function: Function) -> None:
-    for m in _REGISTERS.finditer(statement):
-        names = [m["name"]] if m["count"] is None else [f"{m['name']}{i}" for i in range(int(m["count"]))]
-        function.registers.update(dict.fromkeys(names, m["type"]))
+    """`.reg .b16 low, high` or `.reg .b32 %r<50>`."""
+    _, type_name, names = statement.split(None, 2)
+    for m in _REGISTERS.finditer(names):
+        all_names = [m["name"]] if m["count"] is None else [f"{m['name']}{i}" for i in range(int(m["count"]))]
+        function.registers.update(dict.fromkeys(all_names, type_name.lstrip(".")))
 
 
 def _instruction(text: str) -> Instruction:
@@ -157,6 +159,4 @@ def _instruction(text: str) -> Instruction:
     opcode, _, operands = rest.partition(" ")
     name, *modifiers = opcode.split(".")
     given = tuple(part.strip() for part in _OPERAND.findall(operands))
-    return Instruction(
-        text, name, tuple(modifiers), given, guard[2] if guard else "", bool(guard and guard[1])
-    )  # fmt: skip
+    return Instruction(text, name, tuple(modifiers), given, guard[2] if guard else "", bool(guard and guard[1]))

@@ -28,11 +28,12 @@ def _parsed(text: str) -> Program:
 
 
 class SimulatedGpu:
-    """The kernels that were launched; what is changed in them before (`edit`: PTX -> PTX)."""
+    """The kernels that were launched, and the instructions that they have executed."""
 
     def __init__(self, edit: Edit | None, turns: Turns) -> None:
         self.edit, self.turns = edit, turns
         self.launched: list[str] = []
+        self.executed: set[str] = set()
 
     def run(self, module: CudaModule, params: int, grid: int, block: int, smem: int) -> None:
         """Interpret a launch; the parameters are read from the address `params`."""
@@ -43,7 +44,9 @@ class SimulatedGpu:
         size = program.functions[entry].params[0].size
         memory = GlobalMemory(_storages())
         given = memory.relocate(ctypes.string_at(params, size))
-        Grid(program, entry, memory, given, grid, block, smem, self.turns).run()
+        threads = Grid(program, entry, memory, given, grid, block, smem, self.turns)
+        threads.run()
+        self.executed |= threads.executed
 
 
 def _storages() -> dict[int, int]:

@@ -65,6 +65,7 @@ class Grid:
         self.pc = np.zeros(self.size, np.int64)
         self._waits_at = np.full(self.size, -1)  # the barrier, numbered over all CTAs; -1: none
         self._starts: dict[str, int] = {}
+        self._visited: set[int] = set()
         self.returns = {name: np.zeros(self.size, np.int64) for name in program.functions}
         self._code = self._decode(program, entry)
         self.pc[:] = self._starts[entry]
@@ -162,6 +163,7 @@ class Grid:
 
     def _execute(self, place: int, active: Active) -> None:
         steps, end = self._code.steps, self._code.ends[place]
+        self._visited.add(place)
         whole = active is ALL or None
         for at in range(place, end + 1):
             step = steps[at]
@@ -180,6 +182,12 @@ class Grid:
             except Fault as fault:
                 raise Fault(f"`{step.text}`: {fault}") from None
         self.pc[active] = end + 1
+
+    @property
+    def executed(self) -> set[str]:
+        """The instructions that some thread has reached."""
+        code = self._code
+        return {code.steps[at].text for place in self._visited for at in range(place, code.ends[place] + 1)}
 
     def wait(self, active: Active, barriers: Array, counts: Array, after: int) -> None:
         """Threads arrive at barriers of their CTA; once as many as a barrier counts are there, they go on at `after`."""
