@@ -105,7 +105,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Writes durations, but not in the processes that share the tests; plays another GPU, before tests are collected."""
+    """Plays another GPU, before tests are collected; writes durations, but not in processes that share the tests."""
     name = config.getoption("as_gpu")
     if name is not None:
         if reason := impersonated.refusal(name):

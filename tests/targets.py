@@ -39,7 +39,5 @@ def targets(backends: Mapping[str, tuple[int, int]] = CUDA_BACKENDS) -> list[Tar
         return [CPU]
     present = capability()
     of_hopper = (9, 0)  # which is no lower limit: kernels for it run on no newer GPU
-    names = [
-        name for name, oldest in backends.items() if present >= oldest and (oldest < of_hopper or present[0] == 9)
-    ]
+    names = [name for name, oldest in backends.items() if present >= oldest and (oldest < of_hopper or present[0] == 9)]
     return [CPU, *(Target("cuda:0", pin(name), (torch.float16, torch.bfloat16)) for name in names)]

@@ -20,7 +20,7 @@ import pytest
 
 import quire
 from quire import jit
-from quire.cli import aot, candidates, main, new_parser
+from quire.cli import aot, candidates, catalogue, main, new_parser
 from quire.jit import builder, events, stores
 from stub_compiler import compiles, write_stub
 
@@ -319,12 +319,28 @@ def test_show_and_matrix(quire_: Quire) -> None:
     cells = json.loads(quire_("matrix", "--json")[1])["cells"]
     rows = {(c["kernel"], c["q"], c["kv"], c["target"]): c for c in cells}
     assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["reason"] is None
-    assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["ran"]
-    assert not rows["attention_fa2", "bf16", "bf16", "sm120a"]["ran"]
-    out = quire_("matrix", "--arch", "8.0")[1]
-    assert "compiles" in out and "yes  " not in out.partition("\n\n")[0]
+    assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["state"] == "run"
+    assert rows["attention_fa2", "bf16", "bf16", "sm100a"]["state"] == "compiled"
+    table = quire_("matrix", "--arch", "10.0a")[1].partition("\n\n")[0]
+    assert "compiled" in table and "run" not in table
     assert "no Arm machine" not in out and "no Arm machine has run it" in quire_("matrix")[1]
     assert "no Arm machine has run it" in quire_("show", "packbits.aarch64.any.v1")[1]
+
+
+def test_code_that_ran_as_ptx_on_another_gpu_is_called_that(quire_: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "RAN_AS_PTX", {"sm86": "H200"})
+    assert [catalogue.state(target) for target in ("sm90a", "sm86", "sm100a", "aarch64")] == [
+        "run", "run as PTX on another GPU", "compiled", "compiled",
+    ]  # fmt: skip
+    table, _, legend = quire_("matrix", "--arch", "8.6,9.0a,10.0a")[1].partition("\n\n")
+    rows = [line.split() for line in table.splitlines() if line.startswith("attention_fa2")]
+    assert rows and all(row[3:] in (["as", "PTX", "run", "compiled"], ["no"] * 3) for row in rows)
+    assert "as PTX: run as PTX on another GPU, and compared with float64, on sm86: H200" in legend
+    assert "run, and compared with float64, on sm90a: H100, H200" in legend
+    assert "ran on     H200, as PTX; no such card" in quire_("show", "packbits.sm86.any.v1")[1]
+    from quire.compat.flashinfer.devices import RAN_ON
+
+    assert "sm86" not in RAN_ON, "there QUIRE_FLASHINFER=auto would take over"
 
 
 # --- shells ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Kernels for GPUs without a GPU: their PTX, interpreted, against the oracle; and kernels that are wrong.
 
-Problems are small, and of a few SMs, so that tiles are full, partial, masked and empty, and keys are divided and merged.
+Problems are small, and on a few SMs, so that tiles are full, partial, masked and empty, and keys are divided.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ CASES = {
     ),
     "merge": Case(merged, "merge.sm80.fp16.v8"),
     "append": Case(appended, "append.sm80.u16.v8"),
-}
+}  # fmt: skip
 #: Of whose problems keys are divided, and what is computed of the parts is merged.
 DIVIDED = {"prefill, causal, paged, bf16", "prefill, window, ragged, fp16", "decode, bf16", "latents"}
 #: More features of the same kernels.
@@ -175,7 +175,8 @@ MORE = {
     ),
     "decode, RoPE": Case(
         lambda: paged(
-            "decode", OnGpu(*DECODE, 8, 2, 128, dtype=BF16, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0, rope_theta=1e4)
+            "decode", OnGpu(*DECODE, 8, 2, 128, dtype=BF16, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
+                            rope_theta=1e4),
         ),
         "attention_decode.sm80.bf16-bf16-bf16.d128-128.paged.none-rope.m16",
     ),
@@ -270,9 +271,12 @@ WRONG: dict[str, tuple[str, Edit, Turns]] = {
     "a row's maximum is taken of other lanes": (
         _PREFILL, replace(r"shfl\.sync\.bfly", "shfl.sync.down"), Turns.NONE,
     ),
-    "copies are not waited for": (_DECODE, replace(r"cp\.async\.wait_group\s+\d+", "cp.async.wait_group 99"), Turns.NONE),
-    "weights are of another base": (_PREFILL, replace(r"ex2\.approx\.ftz\.f32(\s+%f\d+), (%f\d+)",
-                                                      r"mul.f32\1, \2, 0f3F800000"), Turns.NONE),
+    "copies are not waited for": (
+        _DECODE, replace(r"cp\.async\.wait_group\s+\d+", "cp.async.wait_group 99"), Turns.NONE,
+    ),
+    "weights are no exponentials": (
+        _PREFILL, replace(r"ex2\.approx\.ftz\.f32(\s+%f\d+), (%f\d+)", r"mul.f32\1, \2, 0f3F800000"), Turns.NONE,
+    ),
     "there are no barriers": (_PREFILL, replace(r"\bbar\.sync\s+0", "bar.warp.sync -1"), Turns.FIRST),
     "there are no barriers in decode": (_DECODE, replace(r"\bbar\.sync\s+0", "bar.warp.sync -1"), Turns.LAST),
     "a copy reads a gigabyte further on": (
@@ -285,7 +289,7 @@ WRONG: dict[str, tuple[str, Edit, Turns]] = {
 def test_kernels_that_are_wrong_are_found(name: str) -> None:
     """By the comparison, or because no GPU could do that."""
     case, edit, turns = WRONG[name]
-    with pytest.raises((AssertionError, Fault)) as caught:  # noqa: PT012  # either may find it
+    with pytest.raises((AssertionError, Fault)) as caught:
         with simulated(edit=edit, turns=turns):
             check = CASES[case].run()
         check()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.cli import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,6 +38,15 @@ def test_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_knob_is_documented_and_exists() -> None:
     config = Path(quire.__file__).with_name("jit").joinpath("config.py").read_text(encoding="utf-8")
     assert set(re.findall(r"_read\(\"(QUIRE_[A-Z_]+)\"\)", config)) == KNOBS
+
+
+def test_what_has_run_is_what_the_matrix_says() -> None:
+    states = {target.replace("sm", "sm_"): catalogue.state(target) for target in catalogue._GPUS}
+    table = (ROOT / "docs/backends.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| (sm_\w+) \| [^|]+ \| ([^|]+) \|$", table, re.MULTILINE)) == states
+    (row,) = re.findall(r"^\| \[GPUs\]\([^)]*\) \| ([^|]+) \|$", README, re.MULTILINE)
+    parts = (part.split(":") for part in re.sub(r"\([^)]*\)", "", row).split(";"))
+    assert {name.strip(): state.strip() for state, names in parts for name in names.split(",")} == states
 
 
 def test_measured_tables_are_those_of_the_result_files(monkeypatch: pytest.MonkeyPatch) -> None:

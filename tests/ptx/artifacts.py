@@ -1,6 +1,6 @@
 """Entries of the cache that hold PTX in place of machine code, made by Quire's own builder.
 
-Their names differ from those of cubins, as flags are a part of a name.
+They are in a cache of their own: an entry of one compiler may be found in the place of another's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from quire import jit
 from quire.engine import plan_cache, planner, spec
 from quire.errors import CacheError
-from quire.jit import builder, driver, nvrtc_worker, toolchain
+from quire.jit import builder, config, driver, nvrtc_worker, toolchain
 from quire.jit.unit import Spec, read_exports
 
 #: An array of a unit: its name, and its bytes in decimal. Zeros at the end are left out.
@@ -74,6 +74,8 @@ def compiled_to_ptx(levels: Mapping[str, str]) -> Iterator[pytest.MonkeyPatch]:
     of_words = toolchain.Nvrtc._words
     found = toolchain.for_target(next(iter(levels)))
     with pytest.MonkeyPatch.context() as patch:
+        root = config.cache_root()
+        patch.setenv("QUIRE_CACHE_DIR", str(root.with_name(f"{root.name}-ptx")))
         patch.setenv("QUIRE_TOOLCHAIN", found.name)
         patch.setattr(toolchain.Nvcc, "flags", nvcc_flags)
         patch.setattr(toolchain.Nvrtc, "flags", nvrtc_flags)

@@ -67,9 +67,8 @@ class Frame:
             if name not in self.function.registers:
                 raise Fault(f"{name} is no register of {self.function.name}")
             dtype = DTYPES[self.function.registers[name]]
-            filled = np.zeros if dtype == bool else np.empty
-            array = filled(self.grid.size, dtype)
-            if dtype != bool:
+            array = np.zeros(self.grid.size, dtype)
+            if dtype.kind != "b":
                 array.view(np.uint8)[:] = 0xFF
             self._registers[name] = array
         return self._registers[name]
@@ -77,7 +76,7 @@ class Frame:
     def target(self, name: str, type_name: str) -> Array:
         """A register to write numbers of a type to, which a wider register extends."""
         array, dtype = self.register(name), DTYPES[type_name]
-        if array.dtype == bool or array.dtype.itemsize == dtype.itemsize:
+        if array.dtype.kind == "b" or array.dtype.itemsize == dtype.itemsize:
             return array.view(dtype)
         if array.dtype.itemsize < dtype.itemsize:
             raise Fault(f"{name} is too narrow for {type_name}")

@@ -71,7 +71,7 @@ def refusal(name: str) -> str | None:
 
 @contextmanager
 def impersonated(name: str) -> Iterator[None]:
-    """In here this machine's GPUs are taken for that of a capability, such as "8.6". Processes that start here do not."""
+    """In here, but not in processes that start here, this machine's GPUs are taken for that of "8.6", or others."""
     gpu, resident = GPUS[name], rotate._resident
 
     def fewer(device: torch.device, threads: int, smem: int) -> int:
@@ -93,7 +93,7 @@ def impersonated(name: str) -> Iterator[None]:
 
 #: Kernels of sm_90a alone, which tests may name; and what a kernel refuses for want of space.
 _OF_HOPPER = {"fa3", "fa3_fp8", "mla_fa3", "mla_decode"}
-_NO_SPACE = re.compile(r"^ +attention_decode +heads of \d+ dims leave too few registers or shared memory on", re.MULTILINE)
+_NO_SPACE = re.compile(r"attention_decode +heads of \d+ dims leave too few registers or shared memory on")
 
 
 def is_of_another_gpu(error: BaseException) -> bool:

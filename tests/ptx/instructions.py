@@ -1,6 +1,6 @@
 """What a thread computes by itself. A row of RULES is an instruction; its function takes and gives numpy arrays.
 
-float32 arithmetic is numpy's. Approximations (ex2, lg2, rcp, ...) are rounded from float64, which is closer than a GPU's.
+float32 arithmetic is numpy's. Approximations (ex2, lg2, rcp, ...) are rounded from float64: closer than a GPU's.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _shift(operator: Callable[[Array, Array], Array]) -> Callable[[Array, Array]
         near = np.minimum(count, np.uint32(bits - 1)).astype(a.dtype)
         shifted = operator(a, near)
         is_far = count >= bits
-        if operator is np.right_shift and a.dtype.kind == "i" or not np.any(is_far):
+        if (operator is np.right_shift and a.dtype.kind == "i") or not np.any(is_far):
             return shifted
         return np.where(is_far, a.dtype.type(0), shifted)
 
@@ -304,7 +304,6 @@ def _convert(frame: Frame, instruction: Instruction) -> Run:
     is_float = to.startswith(("f", "bf")), source_type.startswith(("f", "bf"))
     if "bf16" in (to, source_type):
         convert = {("bf16", "f32"): to_bfloat16, ("f32", "bf16"): from_bfloat16}[to, source_type]
-        rounding = rounding
     elif is_float == (False, True):
         convert = _to_integer(DTYPES[to], rounding)
         rounding = set()

@@ -1,7 +1,4 @@
-"""nvrtc_worker.py with PTX for its artifact.
-
-    python nvrtc_to_ptx.py WORKER LIBRARY ...    what follows is as for the worker, whose path comes first
-"""
+"""nvrtc_worker.py with PTX for its artifact: `python nvrtc_to_ptx.py WORKER ...`, and the worker's own arguments."""
 
 from __future__ import annotations
 

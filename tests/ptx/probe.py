@@ -22,8 +22,8 @@ _SOURCE = """
 .visible .entry probe(.param .align 8 .b8 given[32])
 {
   .reg .pred %p<8>; .reg .b16 %h<8>; .reg .b32 %r<40>; .reg .b64 %rd<16>;
-  ld.param.u64 %rd1, [given]; ld.param.u64 %rd2, [given+8]; ld.param.u64 %rd3, [given+16]; ld.param.u64 %rd4, [given+24];
-  mov.u32 %r0, %tid.x; mul.wide.u32 %rd0, %r0, 4;
+  ld.param.u64 %rd1, [given]; ld.param.u64 %rd2, [given+8]; ld.param.u64 %rd3, [given+16];
+  ld.param.u64 %rd4, [given+24]; mov.u32 %r0, %tid.x; mul.wide.u32 %rd0, %r0, 4;
   add.s64 %rd1, %rd1, %rd0; add.s64 %rd2, %rd2, %rd0; add.s64 %rd3, %rd3, %rd0;
   mul.wide.u32 %rd5, %r0, 16; add.s64 %rd4, %rd4, %rd5;
   ld.global.u32 %r1, [%rd1]; ld.global.u32 %r2, [%rd2]; ld.global.u32 %r3, [%rd3];

@@ -110,16 +110,16 @@ def _closing_brace(text: str, at: int) -> int:
 
 
 def _variables(text: str) -> list[Variable]:
-    return [
-        Variable(m["name"], m["space"], size_of(m["type"]) * int(m["count"] or 1), int(m["align"] or size_of(m["type"])))
-        for m in _VARIABLE.finditer(text)
-    ]
+    found = []
+    for m in _VARIABLE.finditer(text):
+        unit = size_of(m["type"])
+        count = 0 if m["count"] == "" else int(m["count"] or 1)  # `[]`: as large as the launch says
+        found.append(Variable(m["name"], m["space"], unit * count, int(m["align"] or unit)))
+    return found
 
 
 def _declare(text: str, variables: dict[str, Variable]) -> None:
-    for m in _VARIABLE.finditer(text):
-        size = 0 if m["count"] == "" else size_of(m["type"]) * int(m["count"] or 1)
-        variables[m["name"]] = Variable(m["name"], m["space"], size, int(m["align"] or size_of(m["type"])))
+    variables.update((variable.name, variable) for variable in _variables(text))
 
 
 def _parse_body(text: str, function: Function) -> None:

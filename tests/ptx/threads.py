@@ -165,13 +165,13 @@ class Grid:
         steps, end = self._code.steps, self._code.ends[place]
         self._visited.add(place)
         whole = active is ALL or None
-        for at in range(place, end + 1):
-            step = steps[at]
+        for here in range(place, end + 1):
+            step = steps[here]
             if step.of_warp:
                 if whole is None:
                     whole = len(self._in_whole_warps(active)) == len(active)
                 if not whole:
-                    self.pc[active] = at
+                    self.pc[active] = here
                     return
             try:
                 if step.control is not None:
@@ -187,10 +187,10 @@ class Grid:
     def executed(self) -> set[str]:
         """The instructions that some thread has reached."""
         code = self._code
-        return {code.steps[at].text for place in self._visited for at in range(place, code.ends[place] + 1)}
+        return {code.steps[i].text for place in self._visited for i in range(place, code.ends[place] + 1)}
 
     def wait(self, active: Active, barriers: Array, counts: Array, after: int) -> None:
-        """Threads arrive at barriers of their CTA; once as many as a barrier counts are there, they go on at `after`."""
+        """Threads arrive at barriers of their CTA, and go on at `after` once as many as a barrier counts are there."""
         self.pc[active] = after
         self._waits_at[active] = at_barrier = self.cta[active] * _BARRIERS + barriers
         for barrier, count in {*zip(np.atleast_1d(at_barrier).tolist(), counts.tolist(), strict=True)}:

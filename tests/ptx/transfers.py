@@ -12,8 +12,8 @@ from ptx.program import Instruction
 
 #: Modifiers that change neither where nor how much is loaded: caches, and orders that one thread after another keeps.
 _HARMLESS = {
-    "global", "local", "param", "const", "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "volatile", "relaxed", "acquire",
-    "release", "weak", "gpu", "cta", "sys", "", "L2::128B", "L2::64B", "L2::256B", "L1::no_allocate",
+    "global", "local", "param", "const", "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "volatile", "relaxed",
+    "acquire", "release", "weak", "gpu", "cta", "sys", "", "L2::128B", "L2::64B", "L2::256B", "L1::no_allocate",
     "L1::evict_first", "L1::evict_last", "L2::evict_first", "L2::evict_last",
 }  # fmt: skip
 

@@ -94,10 +94,11 @@ def _shuffle(frame: Frame, instruction: Instruction) -> Run:
 
     def run(active: object) -> None:
         _check_all(at(mask, active))
-        given = at(value, active)
-        shape = (-1, 32)
-        given = np.broadcast_to(given, frame.grid.threads[active].shape).reshape(shape)
-        by, ends = (np.broadcast_to(at(x, active).astype(np.int64), (given.size,)).reshape(shape) for x in (which, clamp))
+        given, *rest = (
+            np.broadcast_to(at(x, active), frame.grid.threads[active].shape).reshape(-1, 32)
+            for x in (value, which, clamp)
+        )
+        by, ends = (x.astype(np.int64) for x in rest)
         segment, bound = ends >> 8 & 31, ends & 31
         first = _LANES & segment
         last = first | (bound & ~segment)

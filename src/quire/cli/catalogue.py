@@ -26,7 +26,7 @@ from quire.kernels import KERNELS, AttentionKernel, AttentionProblem, decide
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import dtype_of, kv_dtype_of, read_mask
 
-#: GPUs and processors on which variants were compared with the oracle. Variants of other targets are only compiled.
+#: GPUs and processors on which variants were compared with the oracle.
 RAN_ON = {
     "sm90a": "H100, H200",
     "x86-64-v3": "x86-64 with AVX2",
@@ -34,12 +34,20 @@ RAN_ON = {
     "x86-64-v4-bf16": "EPYC with AVX512-BF16",
     "x86-64-v4-amx": "Xeon with AMX",
 }
+#: Targets whose kernels ran on a GPU of another architecture, as PTX (`pytest -m gpu --as-gpu 8.6`), and on which GPU.
+RAN_AS_PTX: dict[str, str] = {}
+_RUN, _AS_PTX, _COMPILED = "run", "run as PTX on another GPU", "compiled"
 _ON_ARM = "tested under an emulator; no Arm machine has run it"
 _GPUS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a")
 _TARGETS = (*_GPUS, "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
 _TYPES = (
     ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"), ("bf16", "nvfp4"),
 )  # fmt: skip
+
+
+def state(target: str) -> str:
+    """What is known of a target's code: "run", "run as PTX on another GPU" or "compiled"; never more than was seen."""
+    return _RUN if target in RAN_ON else _AS_PTX if target in RAN_AS_PTX else _COMPILED
 
 
 def add_commands(commands: Any) -> None:
@@ -63,13 +71,17 @@ def add_commands(commands: Any) -> None:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A cell for each kernel, number types and target; `reason` is None if the kernel accepts all options."""
+    """A cell for each kernel, number types and target; `reason` is None if the kernel accepts all options.
+
+    `state` is that of the target's code, as the function of this name has it.
+    """
     for kernel, (q, kv), target in product(KERNELS, _TYPES, options.arch or _TARGETS):
         if kernel.on_cuda == target.startswith("sm"):
             asked = product(options.head_dim, options.page_size, options.mask)
             reasons = (_reason(kernel, target, q, kv, *values) for values in asked)
             reason = next((reason for reason in reasons if reason), None)
-            yield {"kernel": kernel.name, "q": q, "kv": kv, "target": target, "reason": reason, "ran": target in RAN_ON}
+            names = {"kernel": kernel.name, "q": q, "kv": kv, "target": target}
+            yield {**names, "reason": reason, "state": state(target)}
 
 
 def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, page_size: int, mask: str) -> str | None:
@@ -82,7 +94,7 @@ def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, pa
 
 def _matrix(options: argparse.Namespace) -> int:
     cells = list(_cells(options))
-    return tell(options, partial(_print_cells, cells), cells=cells, ran_on=RAN_ON)
+    return tell(options, partial(_print_cells, cells), cells=cells, ran_on=RAN_ON, ran_as_ptx_on=RAN_AS_PTX)
 
 
 def _print_cells(cells: list[dict[str, Any]]) -> None:
@@ -93,16 +105,22 @@ def _print_cells(cells: list[dict[str, Any]]) -> None:
         ("kernel", "q", "kv", *targets),
         ((*name, *(marks.get((*name, target), "") for target in targets)) for name in names),
     )
-    print("\nyes: has run and been checked, on " + "; ".join(f"{t}: {on}" for t, on in RAN_ON.items() if t in targets))
-    print("compiles: its machine code has run on no such card")
+    print()
+    for word, ran_on in ((_RUN, RAN_ON), (_AS_PTX, RAN_AS_PTX)):
+        if found := "; ".join(f"{t}: {on}" for t, on in ran_on.items() if t in targets):
+            print(f"{f'{_SHORT[word]}: ' if word in _SHORT else ''}{word}, and compared with float64, on {found}")
+    print(f"{_COMPILED}: the code has run on no such card or processor")
     if "aarch64" in targets:
         print(f"aarch64: {_ON_ARM}")
     reasons = dict.fromkeys((cell["kernel"], cell["reason"]) for cell in cells if cell["reason"])
     print(*(f"no: {kernel}: {reason}" for kernel, reason in reasons), sep="\n")
 
 
+_SHORT = {_AS_PTX: "as PTX"}  #: in the table
+
+
 def _mark(cell: dict[str, Any]) -> str:
-    return "no" if cell["reason"] else "yes" if cell["ran"] else "compiles"
+    return "no" if cell["reason"] else _SHORT.get(cell["state"], cell["state"])
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -119,6 +137,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _ran_on(target: str) -> str:
+    if target in RAN_AS_PTX:
+        return f"{RAN_AS_PTX[target]}, as PTX; no such card"
     return RAN_ON.get(target) or (_ON_ARM if target == "aarch64" else "no such card or processor")
 
 
