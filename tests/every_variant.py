@@ -1,7 +1,8 @@
 """Each shipped variant of the attention kernels once, on a small batch, against the oracle.
 
     python tests/every_variant.py                                    # all presets, on the GPU if there is one
-    python tests/every_variant.py --as-gpu 8.6 --backend decode,fa2  # another GPU's, as PTX
+    python tests/every_variant.py --as-gpu 8.6 --backend decode,fa2,wide  # another GPU's, as PTX
+    python tests/every_variant.py --interpret sm86 --backend decode,fa2,wide --preset encoder  # the same without a GPU
     compute-sanitizer --tool memcheck python tests/every_variant.py --backend decode,fa2
 
 A line for each variant that is wrong; exit status 1 if there is one.
@@ -25,6 +26,8 @@ from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from latents import Latents
 from problems import Problem
 from ptx.impersonated import GPUS, impersonated, refusal
+from ptx.memory import Fault
+from ptx.simulated import simulated
 from quire.cli.aot import PRESETS, Selection, select
 from quire.engine.device import target_of
 from quire.kernels import AttentionKey, kernel_of
@@ -132,7 +135,11 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=math.inf, help="variants")
     parser.add_argument("--announce", action="store_true", help="print each variant's name before it runs")
     parser.add_argument("--as-gpu", choices=sorted(GPUS), help="take the GPU for one of a compute capability")
+    parser.add_argument("--interpret", metavar="TARGET", help="interpret PTX of a target, such as sm86, without a GPU")
     options = parser.parse_args()
+    if options.interpret is not None:
+        with simulated(options.interpret):
+            return compare(options, "cpu")
     if options.as_gpu is None:
         return compare(options, device)
     if reason := refusal(options.as_gpu):
@@ -154,7 +161,7 @@ def compare(options: argparse.Namespace, device: str) -> int:
             print(f"{ANNOUNCEMENT}{key.slug}", flush=True)
         try:
             ran.add(run(key, backend, device))
-        except (AssertionError, quire.QuireError) as error:
+        except (AssertionError, Fault, quire.QuireError) as error:
             wrong += 1
             print(f"{key.slug}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     print(f"{len(keys)} variants, {len(ran)} ran, {wrong} wrong")

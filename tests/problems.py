@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import oracle
+from quire.engine.device import target_of
 
 WORKSPACE_BYTES = 64 << 20
 #: Options of positions, by the names of plan() and of a Problem.
@@ -261,7 +262,7 @@ class Problem:
 
     def _rotates_in_16_bits(self) -> bool:
         """Whether a kernel rounds what it has rotated: GPUs do, for tensor cores."""
-        return self.pos_encoding_mode == "ROPE_LLAMA" and self.q.is_cuda
+        return self.pos_encoding_mode == "ROPE_LLAMA" and target_of(self.q.device).startswith("sm")
 
     def _rounded_lse(self, more: Mapping[str, object]) -> Tensor:
         return self.expected(**{**more, "rotated_dtype": self.dtype}).lse

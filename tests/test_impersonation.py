@@ -134,5 +134,7 @@ def test_flags_of_other_targets_stay_as_they_are() -> None:
     flags = {target: toolchain.flags(target) for target in ("sm80", "sm86", "sm90a")}
     with compiled_to_ptx({"sm86": "86"}):
         assert toolchain.flags("sm80") == flags["sm80"] and toolchain.flags("sm90a") == flags["sm90a"]
-        assert any("compute_86" in flag for flag in toolchain.flags("sm86")) and toolchain.flags("sm86") != flags["sm86"]
+        assert (
+            any("compute_86" in flag for flag in toolchain.flags("sm86")) and toolchain.flags("sm86") != flags["sm86"]
+        )
     assert toolchain.flags("sm86") == flags["sm86"]

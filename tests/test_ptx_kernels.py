@@ -30,13 +30,6 @@ BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 Check = Callable[[], None]
 
 
-class OnGpu(Problem):
-    """A problem whose rotated queries and keys are rounded as on a GPU."""
-
-    def _rotates_in_16_bits(self) -> bool:
-        return self.pos_encoding_mode == "ROPE_LLAMA"
-
-
 def paged(backend: str, p: Problem, page_size: int = 16, **run: object) -> Check:
     """Attention over pages."""
     plan = {} if p.kv_dtype is None else {"kv_data_type": p.kv_dtype}
@@ -160,7 +153,7 @@ MORE = {
     ),
     "prefill, RoPE": Case(
         lambda: paged(
-            "fa2", OnGpu(*LENS, 8, 2, 128, dtype=BF16, causal=True, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
+            "fa2", Problem(*LENS, 8, 2, 128, dtype=BF16, causal=True, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
                          rope_theta=1e4),
         ),
         "attention_fa2.sm80.bf16-bf16-bf16.d128-128.paged.causal-rope.m64",
@@ -175,7 +168,7 @@ MORE = {
     ),
     "decode, RoPE": Case(
         lambda: paged(
-            "decode", OnGpu(*DECODE, 8, 2, 128, dtype=BF16, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
+            "decode", Problem(*DECODE, 8, 2, 128, dtype=BF16, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
                             rope_theta=1e4),
         ),
         "attention_decode.sm80.bf16-bf16-bf16.d128-128.paged.none-rope.m16",
@@ -199,11 +192,10 @@ MORE = {
 def test_kernels_are_right(name: str) -> None:
     case = {**CASES, **MORE}[name]
     with simulated() as gpu:
-        check = case.run()
+        case.run()()
     assert case.slug in gpu.launched
     if name in DIVIDED:
         assert any(text.startswith("atom") for text in gpu.executed), "no merge"
-    check()
 
 
 @pytest.mark.parametrize(
@@ -219,8 +211,7 @@ def test_kernels_are_right(name: str) -> None:
 )
 def test_kernels_are_right_whichever_warp_is_first(name: str, turns: Turns) -> None:
     with simulated(turns=turns):
-        check = CASES[name].run()
-    check()
+        CASES[name].run()()
 
 
 @pytest.mark.slow
@@ -228,14 +219,10 @@ def test_kernels_are_right_whichever_warp_is_first(name: str, turns: Turns) -> N
 def test_kernels_for_other_gpus(target: str) -> None:
     """PTX of the level of each, with the tiles for its shared memory."""
     with simulated(target) as gpu:
-        checks = [
-            paged("fa2", Problem(*LENS, 8, 2, 256, dtype=BF16, causal=True)),
-            paged("decode", Problem(*DECODE, 8, 2, 128, dtype=BF16, kv_dtype=E4M3)),
-            of_latents(Latents((1, 1), (150, 40), 16, BF16)),
-        ]
+        paged("fa2", Problem(*LENS, 8, 2, 256, dtype=BF16, causal=True))()
+        paged("decode", Problem(*DECODE, 8, 2, 128, dtype=BF16, kv_dtype=E4M3))()
+        of_latents(Latents((1, 1), (150, 40), 16, BF16))()
     assert {slug.split(".")[1] for slug in gpu.launched} == {target}
-    for check in checks:
-        check()
 
 
 # --- kernels that are wrong ------------------------------------------------------------------------------------------
@@ -289,8 +276,6 @@ WRONG: dict[str, tuple[str, Edit, Turns]] = {
 def test_kernels_that_are_wrong_are_found(name: str) -> None:
     """By the comparison, or because no GPU could do that."""
     case, edit, turns = WRONG[name]
-    with pytest.raises((AssertionError, Fault)) as caught:
-        with simulated(edit=edit, turns=turns):
-            check = CASES[case].run()
-        check()
+    with simulated(edit=edit, turns=turns), pytest.raises((AssertionError, Fault)) as caught:
+        CASES[case].run()()
     assert "not in the kernel" not in str(caught.value) and "not known here" not in str(caught.value)
