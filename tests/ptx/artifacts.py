@@ -15,7 +15,7 @@ import pytest
 from quire import jit
 from quire.engine import plan_cache, planner, spec
 from quire.errors import CacheError
-from quire.jit import builder, config, driver, nvrtc_worker, toolchain
+from quire.jit import builder, config, driver, nvrtc_worker, stores, toolchain
 from quire.jit.unit import Spec, read_exports
 
 #: An array of a unit: its name, and its bytes in decimal. Zeros at the end are left out.
@@ -45,7 +45,7 @@ def is_machine_code(image: bytes) -> bool:
 def text_of(image: bytes, slug: str) -> str:
     """The PTX of an artifact."""
     if is_machine_code(image):
-        raise CacheError(f"{slug} was found as machine code, in a package of prebuilt variants: uninstall that first")
+        raise CacheError(f"{slug} is machine code, and not PTX")
     return image.rstrip(b"\0").decode()
 
 
@@ -77,6 +77,8 @@ def compiled_to_ptx(levels: Mapping[str, str]) -> Iterator[pytest.MonkeyPatch]:
         root = config.cache_root()
         patch.setenv("QUIRE_CACHE_DIR", str(root.with_name(f"{root.name}-ptx")))
         patch.setenv("QUIRE_TOOLCHAIN", found.name)
+        patch.delenv("QUIRE_SYSTEM_CACHE", raising=False)
+        patch.setattr(stores, "_package_stores", lambda _: ())  # prebuilt variants are machine code
         patch.setattr(toolchain.Nvcc, "flags", nvcc_flags)
         patch.setattr(toolchain.Nvrtc, "flags", nvrtc_flags)
         patch.setattr(toolchain.Nvrtc, "_words", nvrtc_words)

@@ -23,7 +23,7 @@ from ptx.transfers import Copies
 WARP = 32
 _DONE = 1 << 40  #: the place of a thread that has ended
 _BARRIERS = 16  #: of a CTA
-_MOST_BLOCKS = 20_000  #: of straight code, in all
+_MOST_BLOCKS = 100_000  #: of straight code, in all
 
 ALL = slice(None)
 Active = slice | Array
