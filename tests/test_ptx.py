@@ -36,6 +36,10 @@ def signed(word: int) -> int:
     return word - 2**32 if word >> 31 else word
 
 
+def saturated(number: int) -> int:
+    return min(max(number, -(2**31)), 2**31 - 1) & M32
+
+
 def bytes_by_number(a: int, b: int, selector: int) -> int:
     source, result = [*a.to_bytes(4, "little"), *b.to_bytes(4, "little")], 0
     for i in range(4):
@@ -85,6 +89,10 @@ OF_WORDS: dict[str, Callable[[int, int, int], int]] = {
     "popc.b32 %r4, %r1": lambda a, b, c: a.bit_count(),
     "clz.b32 %r4, %r1": lambda a, b, c: 32 - a.bit_length(),
     "brev.b32 %r4, %r1": lambda a, b, c: int(f"{a:032b}"[::-1], 2),
+    "bfind.u32 %r4, %r1": lambda a, b, c: a.bit_length() - 1 & M32,
+    "bfind.shiftamt.u32 %r4, %r1": lambda a, b, c: 32 - a.bit_length() if a else M32,
+    "add.sat.s32 %r4, %r1, %r2": lambda a, b, c: saturated(signed(a) + signed(b)),
+    "sub.sat.s32 %r4, %r1, %r2": lambda a, b, c: saturated(signed(a) - signed(b)),
     "not.b32 %r4, %r1": lambda a, b, c: ~a & M32,
     "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r4, %r1, %r3, %p1": lambda a, b, c: a if signed(a) < signed(b) else c,
     "setp.hi.u32 %p1, %r1, %r2; @%p1 mov.u32 %r4, %r3": lambda a, b, c: c if a > b else 0,
@@ -321,7 +329,7 @@ def test_copies_are_there_after_a_wait() -> None:
 
 FAULTS = {
     "frobnicate.b32 %r4, %r1;": "`frobnicate.b32 %r4, %r1` is not known here",
-    "add.sat.s32 %r4, %r1, %r2;": r"`add.sat.s32 .* is not known here: modifiers \['sat'\]",
+    "add.cc.u32 %r4, %r1, %r2;": r"`add.cc.u32 .* is not known here: modifiers \['cc'\]",
     "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r4}, {%r1}, {%r2}, {%r4};": "a shape or type of mma",
     "ld.global.u32 %r4, [%rd1+128];": "a tensor's memory: 4 bytes at byte 128 of 128",
     "ld.global.u32 %r4, [%rd1+-4];": "a tensor's memory: 4 bytes at byte -4 of 128",

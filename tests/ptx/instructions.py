@@ -161,6 +161,28 @@ def _leading_zeros(a: Array) -> Array:
     return (bits - exponents).astype(np.uint32)
 
 
+def _highest_bit(is_shift: bool) -> Callable[[Array], Array]:
+    """bfind of unsigned numbers: the place of the highest bit, or how far it is from the top; -1 if there is none."""
+
+    def find(a: Array) -> Array:
+        if a.dtype.kind == "i":
+            raise Fault("the sign of a number")
+        place = 8 * a.dtype.itemsize - 1 - _leading_zeros(a).astype(np.int64)
+        return np.where(a == 0, -1, 31 - place if is_shift else place).astype(np.int64).astype(np.uint32)
+
+    return find
+
+
+def _saturated(operator: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """Of int32: a result beyond the type is its least or largest number."""
+
+    def apply(a: Array, b: Array) -> Array:
+        limits = np.iinfo(np.int32)
+        return np.clip(operator(a.astype(np.int64), b), limits.min, limits.max).astype(np.int32)
+
+    return apply
+
+
 def _reversed(a: Array) -> Array:
     result = np.zeros_like(a)
     for i in range(32):
@@ -337,6 +359,8 @@ def _to_integer(dtype: np.dtype, rounding: set[str]) -> Callable[[Array], Array]
 _ANY_WORD = "b32"
 RULES: dict[str, Rule] = {
     "add": each(np.add), "sub": each(np.subtract), "mul": each(np.multiply), "mul.lo": each(np.multiply),
+    "add.sat.s32": each(_saturated(np.add), types="s32 s32", result="s32"),
+    "sub.sat.s32": each(_saturated(np.subtract), types="s32 s32", result="s32"),
     "mul.hi": each(_upper_half), "mul.wide": _wide, "mad.wide": _wide,
     "mad.lo": each(lambda a, b, c: a * b + c), "fma": each(fused),
     "div": each(_quotient), "rem": each(_remainder),
@@ -346,6 +370,7 @@ RULES: dict[str, Rule] = {
     "bfi": each(_inserted, types=". . u32 u32"),
     "bfe": each(_extracted, types=". u32 u32"), "prmt": each(_permuted), "lop3": each(_looked_up, types=". . . b32"),
     "popc": each(_bits_set, result="u32"), "clz": each(_leading_zeros, result="u32"), "brev": each(_reversed),
+    "bfind": each(_highest_bit(False), result="u32"), "bfind.shiftamt": each(_highest_bit(True), result="u32"),
     "selp": each(lambda a, b, p: np.where(p, a, b), types=". . pred"),
     "ex2.approx.ftz": each(_flushed(np.exp2)), "ex2.approx": each(_approximate(np.exp2)),
     "lg2.approx.ftz": each(_flushed(np.log2)), "lg2.approx": each(_approximate(np.log2)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -63,11 +63,16 @@ class GlobalMemory:
     def _starts(self) -> list[int]:
         return list(self._storages)
 
-    def relocate(self, params: bytes) -> bytes:
-        """The parameters with simulated addresses in place of those in them."""
-        words = np.frombuffer(params[: len(params) // 8 * 8], np.uint64).copy()
-        for i, word in enumerate(words.tolist()):
-            words[i] = self._simulated(word)
+    def relocate(self, params: bytes, distances: Iterable[tuple[int, int]] = ()) -> bytes:
+        """The parameters with simulated addresses in place of those in them.
+
+        distances: (offset of an address, offset of what another address is further on).
+        """
+        given = np.frombuffer(params[: len(params) // 8 * 8], np.int64)
+        words = np.array([self._simulated(word) for word in given.tolist()], np.int64)
+        for base, distance in distances:
+            address, step = int(given[base // 8]), int(given[distance // 8])
+            words[distance // 8] = self._simulated(address + step) - self._simulated(address)
         return words.tobytes() + params[len(words) * 8 :]
 
     def _simulated(self, word: int) -> int:

@@ -16,7 +16,7 @@ _LABEL = re.compile(r"([$\w]+):")
 #: Operands are what commas outside of braces and brackets separate.
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*")
 #: Directives that change nothing here.
-_IGNORED = (".pragma", ".loc", ".file", ".maxntid", ".minnctapersm", ".reqntid", ".version", ".target", ".address_size")
+_IGNORED = re.compile(r"\.(pragma|loc|file)\b")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _parse_body(text: str, function: Function) -> None:
         while label := _LABEL.match(statement):
             function.labels[label[1]] = len(function.code)
             statement = statement[label.end() :].strip()
-        if not statement or statement.startswith(_IGNORED):
+        if not statement or _IGNORED.match(statement):
             continue
         if statement.startswith(".reg"):
             _declare_registers(statement, function)

@@ -16,10 +16,18 @@ from ptx.program import Program, parse
 from ptx.threads import Grid, Turns
 from quire.engine import device, launch, planner
 from quire.jit import CudaModule, HostModule, Module
+from quire.kernels.params import MergeParams
 
 #: SMs of the simulated GPU: a few, so that small problems are divided into parts that have to be merged.
 SMS = 3
 Edit = Callable[[str], str]
+
+#: Parameters that are the distance of a tensor from another one, by kernel.
+_DISTANCES = {
+    "merge_pair": [
+        (getattr(MergeParams, name).offset, getattr(MergeParams, f"{name}_state_bytes").offset) for name in ("v", "s")
+    ]
+}
 
 
 @lru_cache(maxsize=32)
@@ -43,7 +51,8 @@ class SimulatedGpu:
         program, entry = _parsed(edited), module.entry.manifest.entry
         size = program.functions[entry].params[0].size
         memory = GlobalMemory(_storages())
-        given = memory.relocate(ctypes.string_at(params, size))
+        distances = _DISTANCES.get(module.slug.partition(".")[0], ())
+        given = memory.relocate(ctypes.string_at(params, size), distances)
         threads = Grid(program, entry, memory, given, grid, block, smem, self.turns)
         threads.run()
         self.executed |= threads.executed
