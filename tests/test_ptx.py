@@ -352,6 +352,21 @@ def test_faults(body: str) -> None:
         probe.interpret(body, WORDS)
 
 
+def test_clocks_go_on_and_threads_have_memory_of_their_own() -> None:
+    body = """
+      mov.u64 %rd6, %clock64;
+      and.b32 %r9, %r0, 3; cvt.u64.u32 %rd7, %r9; shl.b64 %rd7, %rd7, 2;
+      .local .align 16 .b8 own[16];
+      mov.u64 %rd8, own; cvta.local.u64 %rd8, %rd8; add.s64 %rd9, %rd8, %rd7;
+      st.local.v4.u32 [%rd8], {%r0, %r0, %r0, %r0}; st.u32 [%rd9], %r1; ld.local.u32 %r4, [%rd8];
+    spin:
+      mov.u64 %rd10, %clock64; sub.s64 %rd10, %rd10, %rd6; setp.lt.s64 %p1, %rd10, 30000;
+      @%p1 bra spin;
+    """
+    found = probe.interpret(body, WORDS)[:, 0].tolist()
+    assert found == [int(word) if i % 4 == 0 else i for i, word in enumerate(WORDS)]
+
+
 def test_the_parser_knows_scopes_and_calls() -> None:
     program = parse(
         """

@@ -85,6 +85,8 @@ class Frame:
     def source(self, operand: str, type_name: str) -> Array:
         """The values of an operand: an array over all threads, or one number for all of them."""
         dtype = DTYPES[type_name]
+        if operand == "%clock64":
+            return self.grid.clock.view(dtype)  # which goes on
         if operand in self._special:
             return self._special[operand].astype(dtype)
         if operand in self.function.registers:

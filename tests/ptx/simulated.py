@@ -20,6 +20,7 @@ from quire.kernels.params import MergeParams
 
 #: SMs of the simulated GPU: a few, so that small problems are divided into parts that have to be merged.
 SMS = 3
+_A_GPU = torch.device("cuda:0")
 Edit = Callable[[str], str]
 
 #: Parameters that are the distance of a tensor from another one, by kernel.
@@ -72,7 +73,7 @@ def _storages() -> dict[int, int]:
 def simulated(target: str = "sm80", edit: Edit | None = None, turns: Turns = Turns.NONE) -> Iterator[SimulatedGpu]:
     """In here the CPU's tensors are on a GPU of this target. `edit`: changes the PTX of all kernels."""
     gpu = SimulatedGpu(edit, turns)
-    host_launch = launch._launch
+    host_launch, order_bytes = launch._launch, planner._order_bytes
 
     def bind(
         self: CudaModule, params: int, grid: int, block: int, smem: int, index: int, *, pdl: bool = False
@@ -88,6 +89,7 @@ def simulated(target: str = "sm80", edit: Edit | None = None, turns: Turns = Tur
     with compiled_to_ptx({target: target.removeprefix("sm")}) as patch:
         patch.setattr(device, "host_target", lambda **_: target)
         patch.setattr(planner, "max_ctas", lambda _, min_ctas: SMS * min_ctas)
+        patch.setattr(planner, "_order_bytes", lambda template, sizes, _: order_bytes(template, sizes, _A_GPU))
         patch.setattr(CudaModule, "is_loaded", lambda *_: True)
         patch.setattr(CudaModule, "prepare", lambda *_: None)
         patch.setattr(CudaModule, "bind", bind)

@@ -22,6 +22,7 @@ from ptx.transfers import Copies
 
 WARP = 32
 _DONE = 1 << 40  #: the place of a thread that has ended
+_CLOCKS_OF_BLOCK = 400  #: by which kernels tell that they have waited for long enough
 _BARRIERS = 16  #: of a CTA
 _MOST_BLOCKS = 100_000  #: of straight code, in all
 
@@ -63,6 +64,7 @@ class Grid:
         self.memory = Memory(self._shared_bytes, self._local_bytes, self.cta, regions)
         self.copies = Copies(self.memory, self.size)
         self.pc = np.zeros(self.size, np.int64)
+        self.clock = np.zeros((), np.int64)
         self._waits_at = np.full(self.size, -1)  # the barrier, numbered over all CTAs; -1: none
         self._starts: dict[str, int] = {}
         self._visited: set[int] = set()
@@ -164,6 +166,7 @@ class Grid:
     def _execute(self, place: int, active: Active) -> None:
         steps, end = self._code.steps, self._code.ends[place]
         self._visited.add(place)
+        self.clock += _CLOCKS_OF_BLOCK
         whole = active is ALL or None
         for here in range(place, end + 1):
             step = steps[here]
