@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptx import probe
+from ptx import probe, threads
 from ptx.memory import Fault
 from ptx.program import parse
 from ptx.threads import Turns
@@ -347,7 +347,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("body", FAULTS)
-def test_faults(body: str) -> None:
+def test_faults(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_MOST_BLOCKS", 1000)
     with pytest.raises(Fault, match=FAULTS[body]):
         probe.interpret(body, WORDS)
 
