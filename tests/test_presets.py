@@ -299,7 +299,7 @@ def test_types_are_also_called_as_engines_call_them(capsys: pytest.CaptureFixtur
     assert read("llama-3.1-70b", ",kv=fp8").kv_dtype == read("llama-3.1-70b", ",kv=fp8_e4m3").kv_dtype == "e4m3"
     with pytest.raises(ValidationError, match=r"fp8 \(float8_e4m3fn\), nvfp4, got 'int4'"):
         read("llama-3.1-70b", ",kv=int4")
-    with pytest.raises(ValidationError, match="hf download no/such config.json"):
+    with pytest.raises(ValidationError, match=r"hf download no/such config\.json"):
         read_config("no/such")
     with pytest.raises(SystemExit):
         main(["warmup", "--head-dim", "128", "--mask", "casual"])
