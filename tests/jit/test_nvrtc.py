@@ -221,10 +221,8 @@ def operations() -> list[str]:
 
 ATTENTION = [
     "attention_decode.sm80.bf16-e4m3-bf16.d128-128.paged.causal.m16",
-    "attention_decode.sm90a.fp16-fp16-fp16.d256-256.paged.causal.m64",
-    "attention_fa2.sm80.fp16-fp16-fp16.d128-128.paged.none.m64",
     "attention_fa2.sm90a.bf16-bf16-bf16.d128-128.ragged.custom.m128",
-    "attention_fa2.sm90a.bf16-e4m3-bf16.d128-128.paged.causal.m64",
+    "attention_fa2.sm90a.fp16-e4m3-fp16.d256-256.paged.causal.m64",
     "attention_decode.sm90a.bf16-nvfp4-bf16.d128-128.paged16.none.m16",
     "attention_fa2.sm80.fp16-nvfp4-fp16.d64-64.ragged.causal.m16",
     "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128",
