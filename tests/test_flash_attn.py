@@ -138,6 +138,7 @@ def biased(q, k, v, slopes, causal, cap=0.0, left=-1, right=-1, scale=None):
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1).nan_to_num(0.0), v)
 
 
+@pytest.mark.one_type
 @pytest.mark.first(4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [0.0, 5.0])
@@ -192,6 +193,7 @@ def test_any_head_dim(device, backend, dtype, dim):
     check(ragged_, None, *flat, (5, 5), (9, 9), causal=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.first(2)
 @pytest.mark.parametrize("dim", [1, 59, 111])
 @pytest.mark.parametrize("is_paged", [False, True])
