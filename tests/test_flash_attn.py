@@ -139,7 +139,7 @@ def biased(q, k, v, slopes, causal, cap=0.0, left=-1, right=-1, scale=None):
 
 
 @pytest.mark.one_type
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.parametrize("per_request", [False, True])

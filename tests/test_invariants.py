@@ -93,6 +93,7 @@ def test_decode_and_prefill_agree(device, backend, dtype):
     p.check(*prefill_paged(p, cache, backend))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("plan", [{}, {"disable_split_kv": True}, {"fixed_split_size": SPLIT}], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 700])
 def test_splits_do_not_change_the_answer(device, backend, dtype, window_left, plan):

@@ -99,6 +99,7 @@ def test_several_queries_per_request(device, backend, dtype, q_len):
     check_decode(p, paged(p, rows), backend, q_len_per_req=q_len)
 
 
+@pytest.mark.first(1)
 @pytest.mark.part(0, 2)
 @pytest.mark.one_type
 @pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128), ((9, 80, 5), 256)])

@@ -33,6 +33,7 @@ def test_prefill_lengths(device, backend, dtype, causal, qo_len, kv_len):
     p.check(*single(p, backend))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_head_dims(device, backend, dtype, head_dim):
     p = Problem((20,), (33,), head_dim=head_dim, dtype=dtype, device=device, causal=True)

@@ -98,6 +98,7 @@ def slow_but(*fast: str) -> list[object]:
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in MODELS]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("name", "pads"),
     [pytest.param(name, (0, 5, 13), marks=() if name in PADDED else pytest.mark.slow) for name in MODELS]

@@ -259,6 +259,7 @@ def test_explain_names_the_mode() -> None:
     assert "whole row tiles" in planned(disable_split_kv=True).explain()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "options", [(), ("--page-size", "16"), ("--page-size", "16", "--qo-lens", "5,1,1", "--causal")], ids=len
 )

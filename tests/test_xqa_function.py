@@ -55,6 +55,7 @@ def old_call(p: Problem, cache: PagedCache, **more: object) -> Tensor:
     return output[:, 0]
 
 
+@pytest.mark.slow
 def test_both_names():
     """A module that can be called, whatever was imported before it."""
     assert quire.xqa.xqa is xqa and quire.xqa_mla is quire.xqa.xqa_mla
