@@ -216,6 +216,8 @@ def test_tests_that_are_parts_have_all_values_between_them() -> None:
     assert kept == [0, 3, 6, 1, 4, 2, 5]
     on_gpu = [Collected("cuda:0", (n,), marks=(pytest.mark.part(1, 3),)) for n in range(7)]
     assert not left_out(on_gpu)
+    named = [Collected("cpu", (3,), torch.float16, marks=(pytest.mark.part(1, 3), pytest.mark.one_type))]
+    assert not left_out(named)
 
 
 def test_combinations_that_compile_a_variant_each_are_slow_but_for_the_first() -> None:
