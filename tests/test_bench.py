@@ -199,21 +199,21 @@ def test_the_command_finds_the_slower_version_within_its_time(
     slow = python_with(tmp_path, 1.25)
     command = ["bench", "--recorded", str(record), "--json", "--limit", "6", "--seconds"]
     start = time.monotonic()
-    assert cli.main([*command, "30", "--against", sys.executable, "--python", slow]) == 1
-    assert time.monotonic() - start < 45 + 30, "30 s and the start of its processes, beside other tests"
+    assert cli.main([*command, "40", "--against", sys.executable, "--python", slow]) == 1
+    assert time.monotonic() - start < 60 + 40, "40 s and the start of its processes, beside other tests"
     answer = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in answer["batches"]] == ["slower", "slower"]
     assert all(1.15 < row["ratio"] < 1.4 for row in answer["batches"])
-    assert cli.main([*command, "20", "--against", slow]) == 0, "the other way round it is faster"
+    assert cli.main([*command, "40", "--against", slow]) == 0, "the other way round it is faster"
 
 
 @pytest.mark.slow
 def test_a_saved_result_can_be_compared_with(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, command = tmp_path / "result.json", ["bench", "--recorded", str(record), "--json", "--limit", "10"]
-    assert cli.main([*command, "--seconds", "10", "--save", str(saved)]) == 0
+    assert cli.main([*command, "--seconds", "30", "--save", str(saved)]) == 0
     capsys.readouterr()
     slow = python_with(tmp_path, 1.6)
-    assert cli.main([*command, "--seconds", "10", "--against", str(saved), "--python", slow]) == 1
+    assert cli.main([*command, "--seconds", "30", "--against", str(saved), "--python", slow]) == 1
     assert {row["verdict"] for row in json.loads(capsys.readouterr().out)["batches"]} == {"slower"}
     result = json.loads(saved.read_text())
     result["about"]["device"] = "another processor"
