@@ -210,6 +210,7 @@ def of_eight_bit_queries(device, dtype):
     return given, truth, scales
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @KV_DTYPES
 def test_queries_of_eight_bits(device, kv_dtype):

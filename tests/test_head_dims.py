@@ -22,6 +22,7 @@ QO_LENS, KV_LENS = (5, 1, 0, 17, 1, 3, 9), (37, 130, 4, 17, 1, 0, 4)
 BF16, E4M3 = dtype_of("bfloat16", "q"), dtype_of("float8_e4m3fn", "kv")
 
 
+@pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", HALF_BLOCKS, ids=str)
 def test_half_blocks(device, backend, dtype, dims):
