@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quire
-from quire.attention.flex import _Capturing
 from quire.kernels.expressions import reference
+from quire.kernels.expressions.dependencies import Capturing, Setting
 
 BATCH, HEADS, Q_LEN, KV_LEN = 2, 3, 9, 14
 SOURCE = torch.Generator().manual_seed(7)
@@ -45,7 +45,7 @@ def eager(function: Function, *, is_mask: bool = False) -> Tensor:
 
 def traced(function: Function, *, is_mask: bool = False) -> Tensor:
     """The recorded operations, in float64."""
-    tracer = _Capturing((Q_LEN, KV_LEN + 1))  # one key more, so that no mask is a kernel's own
+    tracer = Capturing(Setting(Q_LEN, KV_LEN + 1, torch.device("cpu")))  # one key more: no mask is a kernel's own
     variant, parts = tracer.variant_of(None if is_mask else function, function if is_mask else None)
     assert not parts.causal and parts.window_left < 0
     if variant is None:

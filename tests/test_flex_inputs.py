@@ -85,32 +85,6 @@ def test_what_is_refused():
             quire.flex_attention(*tensors)
 
 
-@pytest.mark.slow
-def test_torch_compile():
-    """A compiled function calls it between two graphs, also with functions and tensors of its own."""
-    slopes, q, k = torch.rand(HEADS), draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
-    mask = create_block_mask(banded, None, None, Q_LEN, KV_LEN, device="cpu")
-
-    def attend(q: Tensor, factor: float) -> Tensor:
-        steep = slopes * factor
-        return 1 + quire.flex_attention(q, k, k, lambda s, b, h, i, j: s + steep[h] * (j - i), block_mask=mask)
-
-    compiled = torch.compile(attend, backend="eager")
-    for factor in (0.5, 2.0):
-        torch.testing.assert_close(compiled(q, factor), attend(q, factor))
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(attend, backend="eager", fullgraph=True)(q, 0.5)
-    direct = torch.compile(quire.flex_attention, backend="eager")
-    assert torch.equal(direct(q, k, k, block_mask=mask), quire.flex_attention(q, k, k, block_mask=mask))
-
-
-def test_other_traces_are_refused():
-    q = draw("cpu", HEADS, Q_LEN)
-    with pytest.raises(quire.UnsupportedError, match="score_mod: torch traces this call"):
-        torch.fx.experimental.proxy_tensor.make_fx(lambda q: quire.flex_attention(q, q, q))(q)
-
-
 def test_options_of_torchs_kernels_and_other_results():
     q, k = draw("cpu", HEADS, Q_LEN), draw("cpu", HEADS, KV_LEN)
     o, lse = quire.flex_attention(q, k, k, return_lse=True)

@@ -512,10 +512,8 @@ def test_arguments_in_one_tensor_are_told_from_others(device):
 
 def test_functions_are_traced_once_and_again_if_they_change(device, monkeypatch):
     q, k, v = dense(40, 96)(device, 0)
-    traces, known = [], quire.attention.flex._Capturing.variant_of
-    monkeypatch.setattr(
-        quire.attention.flex._Capturing, "variant_of", lambda *args: (traces.append(1), known(*args))[1]
-    )
+    traces, known = [], quire.attention.flex.Capturing.variant_of
+    monkeypatch.setattr(quire.attention.flex.Capturing, "variant_of", lambda *args: (traces.append(1), known(*args))[1])
     limit, bias = 5.0, torch.rand(HEADS, device=device)
 
     def attend() -> Tensor:

@@ -10,18 +10,17 @@ attributes, a module of the program) is traced in each call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 
-from quire.attention.flex_inputs import Inputs, check_lengths, is_other, mask_of
+from quire.attention.flex_inputs import Inputs, check_lengths, is_other, mask_in_graph, mask_of
 from quire.engine.attention import Attention
 from quire.engine.checks import check_flags, scalar
 from quire.engine.operands import split_operands
-from quire.engine.operators import is_tracing
+from quire.engine.operators import NOT_CAPTURABLE, FunctionsOperator, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import plan_of, repeated
 from quire.engine.run import RunOptions
@@ -30,13 +29,17 @@ from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.engine.wrapper import Pair
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.expressions.arrays import Array
-from quire.kernels.expressions.dependencies import FunctionState, state_of
-from quire.kernels.expressions.rewrite import MaskParts, split_mask
-from quire.kernels.expressions.torch_functions import call_torch, operate_as_torch
-from quire.kernels.expressions.trace import Tracer, Value, fail
-from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES, Node, bounds_of
-from quire.kernels.expressions.variant import Variant, call_traced, variant_of_trees
+from quire.kernels.expressions.dependencies import (
+    CONVERTED,
+    Capturing,
+    FunctionState,
+    RecordedFunction,
+    Setting,
+    as_operand,
+    state_of,
+)
+from quire.kernels.expressions.rewrite import MaskParts
+from quire.kernels.expressions.variant import Variant, read_text
 
 __all__ = ["flex_attention"]
 
@@ -81,8 +84,8 @@ def flex_attention(
     same functions are traced once, and the plan of a block mask serves all layers that use it: create a new block mask
     when its tensors change. After one call of the same shapes, the call may be captured in a CUDA graph.
 
-    A function that torch.compile compiles calls it between two graphs; fullgraph=True, torch.export and other traces
-    refuse it: plan a wrapper with a quire.Variant there.
+    torch.compile(fullgraph=True), torch.export and make_fx record it as an operator: tensors that functions capture are
+    inputs of the graph. Integers that differ between calls are constants of a kernel, as outside of graphs.
 
     Returns o [batch, num_qo_heads, q_len, head_dim of value], or (o, lse) with return_lse=True, lse [batch,
     num_qo_heads, q_len] in float32, with the natural logarithm, as in torch, or (o, AuxOutput) with return_aux. Raises
@@ -94,21 +97,18 @@ def flex_attention(
     >>> quire.flex_attention(q, k, v, lambda score, b, h, i, j: score + slopes[h] * (j - i)).shape
     torch.Size([2, 4, 9, 64])
     """
-    if is_dynamo_compiling():
-        outside: Any = torch.compiler.disable(flex_attention)  # type: ignore[no-untyped-call]  # a graph ends here
+    if is_dynamo_compiling() and not _operator_is_known():  # a release of torch where a graph ends here
+        outside: Any = torch.compiler.disable(flex_attention)  # type: ignore[no-untyped-call]
         return outside(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux,
         )  # fmt: skip
-    if is_tracing():
-        raise UnsupportedError(
-            "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.export, "
-            "make_fx and fake tensors, or plan a wrapper with a quire.Variant."
-        )
     if return_aux is not None:
         return _with_aux(return_aux, return_lse, query, key, value, score_mod, block_mask, scale, enable_gqa)
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise ValidationError(f"kernel_options: expected a dict or None, got {type(kernel_options).__name__}.")
+    if is_tracing():
+        return _recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     traced = _known_trace(score_mod, mask_of(block_mask), query, key)
     is_plain = type(enable_gqa) is type(return_lse) is bool and type(scale) in (float, int, type(None))
     if traced is None or type(value) not in _TENSORS or not is_plain:
@@ -153,7 +153,7 @@ def _attend(
         scalar(scale, "scale", positive=True)
     inputs = Inputs.of(query, key, value, enable_gqa)
     check_lengths(block_mask, query, key)
-    traced = traced or _Trace.of(score_mod, mask_of(block_mask), (query.shape[2], key.shape[2]))
+    traced = traced or _Trace.of(score_mod, mask_of(block_mask), Setting.of(query, key))
     attention = _planned(block_mask, inputs, scale, traced)
     if attention is None:  # the lists of the block mask are not those of its function
         return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
@@ -190,109 +190,109 @@ def _planned(block_mask: Any, inputs: Inputs, scale: float | None, traced: _Trac
     )  # fmt: skip
 
 
-# --- tracing ---------------------------------------------------------------------------------------------------------
-
-#: torch's functions that read no values of tensors.
-_SIZES = frozenset({"__get__", "size", "dim", "numel", "stride", "__len__", "ndimension", "nelement"})
-#: torch's functions that make tensors of Python's numbers.
-_MAKERS = frozenset({"tensor", "scalar_tensor", "full", "zeros", "ones"})
-#: Number types of captured tensors that are converted first.
-_CONVERTED = {torch.float64: torch.float32, torch.int8: torch.int32, torch.int16: torch.int32}
+# --- in graphs -------------------------------------------------------------------------------------------------------
 
 
-def _as_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """A captured tensor as kernels read it."""
-    tensor = tensor.to(_CONVERTED[tensor.dtype]) if tensor.dtype in _CONVERTED else tensor
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+def _recorded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: Any,
+    enable_gqa: bool, return_lse: bool,
+) -> Any:  # fmt: skip
+    """A call while torch traces: recorded with its functions, as Dynamo traces them, or with their text."""
+    options = {
+        "has_score": score_mod is not None, "has_mask": block_mask is not None, "enable_gqa": enable_gqa,
+        "return_lse": return_lse,
+    }  # fmt: skip
+    lists, mask_mod = (None, None, None, None, 0, 0, 0, 0), _no_mask
+    if block_mask is not None:
+        lists, mask_mod = (
+            block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
+            *block_mask.seq_lengths, *block_mask.BLOCK_SIZE,
+        ), block_mask.mask_mod  # fmt: skip
+    record = _functions_operator if is_dynamo_compiling() else _with_text
+    given = _same_score if score_mod is None else score_mod
+    o, lse = record(query, key, value, given, (*lists, mask_mod), scale, options)
+    return (o, lse) if return_lse else o
 
 
-class _Capturing(Tracer):
-    """Declares tensors of the enclosing scope when a function reads them. lengths: of queries and keys."""
+def _same_score(score: Any, *_: Any) -> Any:
+    return score
 
-    def __init__(self, lengths: tuple[int, int]) -> None:
-        super().__init__({}, {})
-        self._lengths, self.rules = lengths, operate_as_torch
-        self.made: dict[int, torch.Tensor] = {}  #: by the function itself, of Python's numbers
-        self.captured: dict[str, torch.Tensor] = {}
-        self.origins: dict[str, torch.Tensor] = {}  #: what was captured, where `captured` may have another type
-        self.is_lasting = True
-        self._names: dict[int, str] = {}
 
-    def name_of(self, tensor: torch.Tensor) -> str:
-        """The operand that stands for a tensor."""
-        if id(tensor) not in self._names:
-            operand = _as_operand(tensor)
-            kind = str(operand.dtype).removeprefix("torch.")
-            if kind not in OPERAND_TYPES:
-                fail(f"expected a captured tensor of {', '.join(OPERAND_TYPES)}, got {tensor.dtype}.")
-            name = self._names[id(tensor)] = f"t{len(self.captured)}"
-            self.tensors[name], self.captured[name], self.origins[name] = kind, operand, tensor
-        return self._names[id(tensor)]
+def _no_mask(b: Any, *_: Any) -> Any:
+    return b.new_ones((), dtype=torch.bool)
 
-    def lift(self, value: Any) -> Value:
-        """A captured tensor of one element is an operand, whose value may be another one in the next call."""
+
+def _with_text(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: Any,
+    options: Mapping[str, bool], of_score: Sequence[Any] = (), of_mask: Sequence[Any] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The call with its functions as text. of_score, of_mask: what they take after torch's arguments."""
+    tracer, numbers = Capturing(Setting(0, 0, query.device)), list[Any]()
+    score_mod = _bound(score_mod, of_score, tracer, numbers) if options["has_score"] else None
+    mask_mod = _bound(block_mask[-1], of_mask, tracer, numbers) if options["has_mask"] else None
+    text, tensors = tracer.text_of(score_mod, mask_mod), [*tracer.origins.values()]
+    lists = [x for x in block_mask[:4] if x is not None]
+    return torch.ops.quire.flex_attention(  # type: ignore[no-any-return]
+        query, key, value, text, tensors, numbers, lists, block_mask[4:8] if lists else [], scale,
+        options["enable_gqa"], options["return_lse"],
+    )  # fmt: skip
+
+
+def _bound(function: Any, given: Sequence[Any], tracer: Capturing, numbers: list[Any]) -> Any:
+    """The function with what it takes after torch's arguments: tensors, and integers as numbers of the text."""
+    bound = list[Any]()
+    for value in given:
         if isinstance(value, torch.Tensor):
-            if value.dim():
-                fail(f"expected captured tensors to be indexed, got {list(value.shape)} beside an operator.")
-            return self.constant(value.item()) if id(value) in self.made else self.read(self.name_of(value), 0)
-        if isinstance(value, Array):
-            fail(f"expected a single value, got an array {list(value.shape)}: index it, or use sum() or another fold.")
-        return super().lift(value)
-
-    def array(self, tensor: torch.Tensor) -> Array:
-        """A captured tensor, whose elements are read where they are used."""
-
-        def element(place: tuple[Any, ...]) -> Value:
-            return self.read(self.name_of(tensor), tuple(self.lift(i) for i in place))
-
-        return Array(self, tuple(tensor.shape), element)
-
-    def bounds(self, node: Node) -> tuple[int, int]:
-        """The least and the greatest integer that a value may be."""
-        return bounds_of(node, {name: (0, n - 1) for name, n in zip(("q_idx", "kv_idx"), self._lengths, strict=True)})
-
-    def variant_of(self, score_mod: Any, mask_mod: Any) -> tuple[Variant | None, MaskParts]:
-        """Trace both functions: their variant, without the parts of the mask that kernels have built in, and these."""
-        if score_mod is mask_mod is None:
-            return None, MaskParts()
-        index = {name: self.value("index", "int", value=name) for name in ("request", "head", "q_idx", "kv_idx")}
-        trees = {}
-        for name, function, first in (
-            ("score_mod", score_mod, (self.value("score", FLOAT),)), ("block_mask", mask_mod, ()),
-        ):  # fmt: skip
-            if function is not None:
-                with _Captures(self):
-                    result = call_traced(function, (*first, *index.values()), {}, name)
-                trees[name] = self.lift(result).node
-        score, mask = trees.get("score_mod"), trees.get("block_mask")
-        if mask is not None and mask.type != BOOL:
-            raise ValidationError(f"block_mask: expected a function that returns a bool, got a {mask.type}.")
-        parts = split_mask(mask, self.tree, *self._lengths)
-        rest = score is not None or parts.rest is not None
-        return variant_of_trees(score, parts.rest, self) if rest else None, parts
+            bound.append(value)
+        else:
+            tracer.scalars[name := f"n{len(numbers)}"] = "int32"
+            numbers.append(value)
+            bound.append(tracer.operand(name))
+    return lambda *values: function(*values, *bound)
 
 
-class _Captures(TorchFunctionMode):
-    """While a function is traced: torch's functions of values of the kernel are recorded, others happen."""
+def _without_memory(query: torch.Tensor, _: Any, value: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the shapes and strides that a call gives."""
+    return_lse = args[3]["return_lse"] if isinstance(args[3], dict) else args[-1]
+    batch, heads, q_len, _ = query.shape
+    o = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    lse = query.new_empty((batch, q_len, heads) if return_lse else (0, 0, 0), dtype=torch.float32)
+    return o, lse.transpose(1, 2)
 
-    def __init__(self, tracer: _Capturing) -> None:
-        super().__init__()
-        self._tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        given += [part for arg in given if isinstance(arg, (tuple, list)) for part in arg]
-        if not any(isinstance(arg, (Value, Array)) for arg in given):
-            if func.__name__ not in _SIZES and any(isinstance(arg, torch.Tensor) for arg in given):
-                self._tracer.is_lasting = False  # what the function does next may depend on values
-            result = func(*args, **(kwargs or {}))
-            if func.__name__ in _MAKERS and isinstance(result, torch.Tensor) and not result.dim():
-                self._tracer.made[id(result)] = result
-            return result
-        if func is torch.Tensor.__getitem__ and isinstance(args[0], torch.Tensor):
-            return self._tracer.array(args[0])[args[1]]
-        is_method = func is getattr(torch.Tensor, func.__name__, None)
-        return call_torch(func.__name__, args, kwargs or {}, methods=is_method)
+@operator(
+    "flex_attention(Tensor query, Tensor key, Tensor value, str functions, Tensor[] tensors, SymInt[] numbers, "
+    "Tensor[] lists, SymInt[] sizes, float? scale, bool enable_gqa, bool return_lse) -> (Tensor, Tensor)",
+    fake=_without_memory, tags=NOT_CAPTURABLE,
+)  # fmt: skip
+def _of_graph(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, functions: str, tensors: Sequence[torch.Tensor],
+    numbers: Sequence[int], lists: Sequence[torch.Tensor], sizes: Sequence[int], scale: float | None,
+    enable_gqa: bool, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """quire::flex_attention: the functions are the text of a variant."""
+    expression = read_text(functions) if functions else None
+    score, mask = (None, None) if expression is None else (expression.score, expression.mask)
+    score_mod = score and RecordedFunction(functions, "score", tensors, (*numbers,))
+    is_plain = mask is None or mask.op == "const"
+    mask_mod = None if is_plain else RecordedFunction(functions, "mask", tensors, (*numbers,))
+    block_mask = mask_in_graph(mask_mod, lists, sizes) if lists else None
+    result = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=return_lse)
+    o, lse = result if return_lse else (result, query.new_empty((0, 0, 0), dtype=torch.float32))
+    return o.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+_functions_operator = FunctionsOperator("quire_flex_attention", _with_text, _without_memory)
+
+
+def _operator_is_known() -> bool:
+    return _functions_operator.is_known()
+
+
+_operator_is_known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
 
 
 class _Trace(NamedTuple):
@@ -306,9 +306,9 @@ class _Trace(NamedTuple):
     key: Hashable = None  #: of a trace that is kept
 
     @classmethod
-    def of(cls, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> _Trace:
+    def of(cls, score_mod: Any, mask_mod: Any, setting: Setting) -> _Trace:
         """Call the functions with values that record operations."""
-        tracer = _Capturing(lengths)
+        tracer = Capturing(setting)
         variant, parts = tracer.variant_of(score_mod, mask_mod)
         of_mask, of_score = split_operands("flex_attention", variant, {} if variant is None else tracer.captured)
         return cls(variant, parts, of_mask, of_score, tuple(tracer.origins[name] for name in of_mask))
@@ -323,12 +323,12 @@ class _KeptTrace(NamedTuple):
     state: list[Any]  #: what keeps the ids in the key valid
 
     @classmethod
-    def of(cls, state: FunctionState, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> _KeptTrace | None:
+    def of(cls, state: FunctionState, score_mod: Any, mask_mod: Any, setting: Setting) -> _KeptTrace | None:
         """Trace; None if the functions compute tensors or numbers of their own, in each call anew."""
-        tracer, places = _Capturing(lengths), {id(tensor): i for i, tensor in enumerate(state.tensors)}
+        tracer, places = Capturing(setting), {id(tensor): i for i, tensor in enumerate(state.tensors)}
         variant, parts = tracer.variant_of(score_mod, mask_mod)
         origins = tracer.origins.values()
-        if not tracer.is_lasting or any(id(t) not in places or t.dtype in _CONVERTED for t in origins):
+        if not tracer.is_lasting or any(id(t) not in places or t.dtype in CONVERTED for t in origins):
             return None
         captured = {} if variant is None else {name: places[id(t)] for name, t in tracer.origins.items()}
         of_mask, of_score = split_operands("flex_attention", variant, captured)
@@ -339,7 +339,7 @@ class _KeptTrace(NamedTuple):
         if not self.of_mask and not self.of_score:
             return self.trace
         of_mask, of_score = (
-            {name: _as_operand(tensors[i]) for name, i in places.items()} for places in (self.of_mask, self.of_score)
+            {name: as_operand(tensors[i]) for name, i in places.items()} for places in (self.of_mask, self.of_score)
         )
         sources = tuple(tensors[i] for i in self.of_mask.values())
         return self.trace._replace(of_mask=of_mask, of_score=of_score, sources=sources)
@@ -354,10 +354,10 @@ def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace 
     state = state_of(score_mod, mask_mod)
     if state is None or type(query) not in _TENSORS or type(key) not in _TENSORS or not query.dim() == key.dim() == 4:
         return None
-    lengths = query.shape[2], key.shape[2]
-    kept = _traces.get(whole := (state.key, lengths), _NOT_MET)
+    setting = Setting.of(query, key)
+    kept = _traces.get(whole := (state.key, setting), _NOT_MET)
     if kept is _NOT_MET:
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
-        kept = _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, lengths)
+        kept = _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, setting)
     return None if kept is None else kept.with_tensors(state.tensors)

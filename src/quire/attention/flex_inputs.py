@@ -9,7 +9,7 @@ states, one number a block. Which of both holds is found out once for each block
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from quire.engine.options import PlanOptions
 from quire.engine.planner import blocks_of_mask
 from quire.engine.schedule import Indices
 from quire.errors import PlanError, ValidationError
+from quire.kernels.expressions.dependencies import RecordedFunction
 
 _LEAST_DIM, _STEP = 32, 8  #: head dims of kernels are multiples of 8 from 32 on
 _ALIGNMENT = 16  #: bytes, of strides that all kernels read
@@ -90,6 +91,49 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # --- block masks -----------------------------------------------------------------------------------------------------
+
+
+class GraphMask:
+    """A block mask in a graph: torch's lists, and the function as text. It refers to tensors weakly."""
+
+    def __init__(self, mask_mod: Any, lists: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+        """lists: kv_num_blocks, kv_indices and, if there are any, those of full blocks.
+
+        sizes: q_len, kv_len, and the two of BLOCK_SIZE.
+        """
+        self.mask_mod, self._lists = mask_mod, [*map(weakref.ref, lists)]
+        self.shape = (*lists[0].shape[:-1], *sizes[:2])
+        self.BLOCK_SIZE = (*sizes[2:],)
+
+    def _list(self, i: int) -> Any:
+        return self._lists[i]() if i < len(self._lists) else None
+
+    kv_num_blocks = property(lambda self: self._list(0))
+    kv_indices = property(lambda self: self._list(1))
+    full_kv_num_blocks = property(lambda self: self._list(2))
+    full_kv_indices = property(lambda self: self._list(3))
+
+
+_graph_masks: dict[Hashable, tuple[list[weakref.ref[torch.Tensor]], GraphMask]] = {}
+_MOST_MASKS = 64
+
+
+def mask_in_graph(function: RecordedFunction | None, lists: Sequence[torch.Tensor], sizes: Sequence[int]) -> GraphMask:
+    """The block mask of these tensors, the same in each call with them. function: None if it hides nothing."""
+    from torch.nn.attention.flex_attention import noop_mask  # loaded by whoever made the block mask
+
+    tensors = [*lists, *([] if function is None else function.tensors)]
+    text = function and (function.text, function.numbers)
+    key = text, (*sizes,), *map(id, tensors)
+    found = _graph_masks.get(key)
+    if found is not None and all(ref() is tensor for ref, tensor in zip(found[0], tensors, strict=True)):
+        return found[1]
+    while len(_graph_masks) >= _MOST_MASKS:
+        del _graph_masks[next(iter(_graph_masks))]
+    refs = [weakref.ref(tensor, lambda _: _graph_masks.pop(key, None)) for tensor in tensors]
+    mask = GraphMask(noop_mask if function is None else function, lists, sizes)
+    _graph_masks[key] = refs, mask
+    return mask
 
 
 class _Known:

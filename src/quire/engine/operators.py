@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch._C import _functorch, _len_torch_dispatch_stack
+from torch._ops import HigherOrderOperator
 from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import tree_leaves
 
 from quire.engine.attention import planned
 from quire.engine.launch import recorded
@@ -93,12 +95,7 @@ def operator(
         def without_gradients(*args: Any, **kwargs: Any) -> Any:
             if not is_tracing() and type(args[1]) is torch.Tensor:
                 return function(*args, **kwargs)  # one call into Python instead of two; it refuses gradients itself
-            inputs = (*args, *kwargs.values())
-            if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs):
-                raise ValidationError(
-                    f"quire::{name}: expected no tensor that requires grad, as Quire is for inference only; call it "
-                    f"under torch.no_grad() or torch.inference_mode(), or detach its inputs."
-                )
+            _refuse_gradients(f"quire::{name}", (*args, *kwargs.values()))
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
 
@@ -114,6 +111,14 @@ def operator(
         return call
 
     return decorate
+
+
+def _refuse_gradients(name: str, inputs: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs):
+        raise ValidationError(
+            f"{name}: expected no tensor that requires grad, as Quire is for inference only; call it under "
+            f"torch.no_grad() or torch.inference_mode(), or detach its inputs."
+        )
 
 
 def _record(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +147,58 @@ def new_results(
     if lse is None and return_lse:
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return out, lse
+
+
+class FunctionsOperator(HigherOrderOperator):
+    """torch.ops.higher_order.NAME: an operator that takes Python functions, which Dynamo traces like those of torch's
+    flex_attention: its arguments are theirs (query, key, value, score_mod, (..., mask_mod), scale, kernel_options), and
+    then the tensors and integers that each function captures.
+    """
+
+    def __init__(self, name: str, call: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        """call: the same with what functions say as text; fake: creates results without memory."""
+        super().__init__(name)  # type: ignore[no-untyped-call]
+        self.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(call)
+        self.py_impl(torch._C.DispatchKey.Autograd)(self._without_gradients)
+        self.py_functionalize_impl(self._functional)
+        self._call, self._fake = call, fake
+        self._is_complete = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it, or record the call."""
+        if not self._is_complete:  # torch's modules of its tracers are loaded by whoever traces
+            from torch._subclasses.fake_tensor import FakeTensorMode
+            from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+            self.py_impl(FakeTensorMode)(partial(_in_mode, self._fake))
+            self.py_impl(ProxyTorchDispatchMode)(partial(_in_mode, self._call))
+            self._is_complete = True
+        return super().__call__(*args)  # type: ignore[no-untyped-call]
+
+    def _without_gradients(self, *args: Any) -> Any:
+        _refuse_gradients(self._name, tree_leaves(args))
+        with torch._C._AutoDispatchBelowAutograd():
+            return self(*args)
+
+    def _functional(self, context: Any, *args: Any) -> Any:
+        given = context.unwrap_tensors(args)
+        with context.redispatch_to_next():
+            return context.wrap_tensors(self(*given))
+
+    def is_known(self) -> bool:
+        """Make Dynamo know the operator, if this release of torch can."""
+        from torch._dynamo.variables import higher_order_ops as theirs  # loaded by whoever compiles
+
+        known = getattr(theirs, "_hop_name_to_variable_class", None)
+        if known is None or not hasattr(theirs, "FlexAttentionHigherOrderVariable"):
+            return False
+        known.setdefault(self._name, theirs.FlexAttentionHigherOrderVariable)
+        return True
+
+
+def _in_mode(function: Callable[..., Any], mode: Any, *args: Any) -> Any:
+    with mode:
+        return function(*args)
 
 
 #: Operands of a variant in a graph, by name: tensors, then floats, then integers; None without any.

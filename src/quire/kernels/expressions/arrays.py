@@ -44,6 +44,11 @@ class Array:
         """Its number of dimensions."""
         return len(self.shape)
 
+    @property
+    def device(self) -> Any:
+        """As torch's: where the tensors of the call are."""
+        return self.tracer.device
+
     def dim(self) -> int:
         """As torch's."""
         return len(self.shape)

@@ -1,4 +1,5 @@
-"""What a Python function depends on: its code, its defaults, and the closure cells and global variables that it names.
+"""What a Python function depends on: its code, its defaults, the closure cells and global variables that it names, and
+the tensors among them, which become operands when the function is traced.
 
 Values are compared as such, tensors by their types and shapes. Of a function that depends on anything else (an object
 with attributes, a module of the program) nothing is known.
@@ -6,12 +7,22 @@ with attributes, a module of the program) nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from quire.errors import ValidationError
+from quire.kernels.expressions.arrays import Array
+from quire.kernels.expressions.rewrite import MaskParts, split_mask
+from quire.kernels.expressions.torch_functions import call_torch, operate_as_torch
+from quire.kernels.expressions.trace import Tracer, Value, fail
+from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES, Node, bounds_of, names_in
+from quire.kernels.expressions.variant import Variant, call_traced, read_text, variant_of_trees
 
 _VALUES = frozenset({int, float, str, bool, bytes, type(None), complex, torch.dtype, torch.device, type(...)})
 _MODULES = frozenset({"torch", "math", "operator", "functools", "quire"})  #: whose functions do not change
@@ -57,6 +68,8 @@ class _Walk:
             raise _Unknown
         if kind is FunctionType:
             return self._of_function(value)
+        if kind is RecordedFunction:
+            return kind, value.text, value.part, value.numbers, *[self.of(part) for part in value.tensors]
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._of_tensor(value)
         if kind is tuple or kind is list:
@@ -118,3 +131,172 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
+
+#: torch's arguments of a mask, as a variant names them.
+_PLACES = ("request", "head", "q_idx", "kv_idx")
+#: torch's functions that read no values of tensors.
+_SIZES = frozenset({"__get__", "size", "dim", "numel", "stride", "__len__", "ndimension", "nelement"})
+#: torch's functions that make tensors of Python's numbers.
+_MAKERS = frozenset({"tensor", "scalar_tensor", "full", "zeros", "ones"})
+#: Number types of captured tensors that are converted first.
+CONVERTED = {torch.float64: torch.float32, torch.int8: torch.int32, torch.int16: torch.int32}
+
+
+def as_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """A captured tensor as kernels read it."""
+    tensor = tensor.to(CONVERTED[tensor.dtype]) if tensor.dtype in CONVERTED else tensor
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+class Setting(NamedTuple):
+    """What a trace depends on beside the functions."""
+
+    q_len: int  #: 0: not known
+    kv_len: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor) -> Setting:
+        """That of a call."""
+        return cls(query.shape[2], key.shape[2], query.device)
+
+
+class Capturing(Tracer):
+    """Declares tensors of the enclosing scope when a function reads them."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__({}, {})
+        self._lengths, self.device, self.rules = setting[:2], setting.device, operate_as_torch
+        self.made: dict[int, torch.Tensor] = {}  #: by the function itself, of Python's numbers
+        self.captured: dict[str, torch.Tensor] = {}
+        self.origins: dict[str, torch.Tensor] = {}  #: what was captured, where `captured` may have another type
+        self.is_lasting = True
+        self._names: dict[int, str] = {}
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The operand that stands for a tensor."""
+        if id(tensor) not in self._names:
+            operand = as_operand(tensor)
+            kind = str(operand.dtype).removeprefix("torch.")
+            if kind not in OPERAND_TYPES:
+                fail(f"expected a captured tensor of {', '.join(OPERAND_TYPES)}, got {tensor.dtype}.")
+            name = self._names[id(tensor)] = f"t{len(self.captured)}"
+            self.tensors[name], self.captured[name], self.origins[name] = kind, operand, tensor
+        return self._names[id(tensor)]
+
+    def lift(self, value: Any) -> Value:
+        """A captured tensor of one element is an operand, whose value may be another one in the next call."""
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                fail(f"expected captured tensors to be indexed, got {list(value.shape)} beside an operator.")
+            return self.constant(value.item()) if id(value) in self.made else self.read(self.name_of(value), 0)
+        if isinstance(value, Array):
+            fail(f"expected a single value, got an array {list(value.shape)}: index it, or use sum() or another fold.")
+        return super().lift(value)
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """A captured tensor, whose elements are read where they are used."""
+
+        def element(place: tuple[Any, ...]) -> Value:
+            return self.read(self.name_of(tensor), tuple(self.lift(i) for i in place))
+
+        return Array(self, tuple(tensor.shape), element)
+
+    def bounds(self, node: Node) -> tuple[int, int]:
+        """The least and the greatest integer that a value may be."""
+        limits = zip(("q_idx", "kv_idx"), self._lengths, strict=True)
+        return bounds_of(node, {name: (0, n - 1) for name, n in limits if n})
+
+    def variant_of(self, score_mod: Any, mask_mod: Any) -> tuple[Variant | None, MaskParts]:
+        """Trace both functions: their variant, without the parts of the mask that kernels have built in, and these."""
+        if score_mod is mask_mod is None:
+            return None, MaskParts()
+        score, mask = self._trees(score_mod, mask_mod)
+        parts = split_mask(mask, self.tree, *self._lengths)
+        rest = score is not None or parts.rest is not None
+        return variant_of_trees(score, parts.rest, self) if rest else None, parts
+
+    def text_of(self, score_mod: Any, mask_mod: Any) -> str:
+        """Trace both functions: the text of their variant, for any lengths; empty if they change nothing."""
+        score, mask = self._trees(score_mod, mask_mod)
+        is_plain = (score is None or score.op == "score") and mask is None
+        return "" if is_plain else str(variant_of_trees(score, mask, self))
+
+    def _trees(self, score_mod: Any, mask_mod: Any) -> tuple[Node | None, Node | None]:
+        index = {name: self.value("index", "int", value=name) for name in _PLACES}
+        trees = {}
+        for name, function, first in (
+            ("score_mod", score_mod, (self.value("score", FLOAT),)), ("block_mask", mask_mod, ()),
+        ):  # fmt: skip
+            if function is not None:
+                with _Captures(self):
+                    result = call_traced(function, (*first, *index.values()), {}, name)
+                trees[name] = self.lift(result).node
+        score, mask = trees.get("score_mod"), trees.get("block_mask")
+        if mask is not None and mask.type != BOOL:
+            raise ValidationError(f"block_mask: expected a function that returns a bool, got a {mask.type}.")
+        return score, mask
+
+
+class _Captures(TorchFunctionMode):
+    """While a function is traced: torch's functions of values of the kernel are recorded, others happen."""
+
+    def __init__(self, tracer: Capturing) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        given += [part for arg in given if isinstance(arg, (tuple, list)) for part in arg]
+        if not any(isinstance(arg, (Value, Array)) for arg in given):
+            if func.__name__ not in _SIZES and any(isinstance(arg, torch.Tensor) for arg in given):
+                self._tracer.is_lasting = False  # what the function does next may depend on values
+            result = func(*args, **(kwargs or {}))
+            if func.__name__ in _MAKERS and isinstance(result, torch.Tensor) and not result.dim():
+                self._tracer.made[id(result)] = result
+            return result
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], torch.Tensor):
+            return self._tracer.array(args[0])[args[1]]
+        is_method = func is getattr(torch.Tensor, func.__name__, None)
+        return call_torch(func.__name__, args, kwargs or {}, methods=is_method)
+
+
+class RecordedFunction:
+    """A function that was traced before, with other tensors and numbers."""
+
+    def __init__(self, text: str, part: str, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> None:
+        """text: of a variant whose operands are t0, t1, ... and n0, n1, ...; part: "score" or "mask"."""
+        self.text, self.part, self.numbers = text, part, numbers
+        expression = read_text(text)
+        self._root: Node | None = getattr(expression, part)
+        read = names_in(self._root)
+        self._tensors = {f"t{i}": weakref.ref(tensor) for i, tensor in enumerate(tensors) if f"t{i}" in read}
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Those that the function reads; its caller keeps them."""
+        return [tensor() for tensor in self._tensors.values()]
+
+    def __call__(self, *values: Value) -> Value:
+        """The result for the values of torch's arguments: the score, if it is one, batch, head, q_idx, kv_idx."""
+        tracer, names = values[0].tracer, dict(zip(_PLACES, values[-4:], strict=True))
+        made: dict[int, Node] = {}
+        assert self._root is not None
+        for node in self._root.walk():
+            args = [made[id(arg)] for arg in node.args]
+            if node.op == "index":
+                found = names[str(node.value)].node
+            elif node.op == "score":
+                found = values[0].node
+            elif node.op == "scalar":
+                found = tracer.constant(self.numbers[int(str(node.value)[1:])]).node
+            elif node.op == "read":
+                name = tracer.name_of(self._tensors[str(node.value)]())  # type: ignore[attr-defined]
+                found = tracer.read(name, tuple(Value(tracer, arg) for arg in args)).node
+            else:
+                found = tracer.tree.node(node.op, node.type, *args, value=node.value, dim=node.dim)
+            made[id(node)] = found
+        return Value(tracer, made[id(self._root)])

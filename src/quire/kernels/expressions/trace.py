@@ -74,6 +74,7 @@ class Tracer:
         self.num_nodes = 0
         #: An operation where other rules hold than those of a quire.Variant; else None.
         self.rules: Callable[[str, Value, Value], Value | None] | None = None
+        self.device: Any = None  #: where values are, if that is known
 
     def operand(self, name: str) -> Value | TensorValue | None:
         """The value that records reads of a declared operand; None if it is not declared."""
@@ -272,6 +273,13 @@ class Value:
         """As torch's: a value has no dimensions."""
         return ()
 
+    @property
+    def device(self) -> Any:
+        """As torch's: where the tensors of the call are."""
+        if self.tracer.device is None:
+            fail("values of the kernel have no 'device' in a quire.Variant: it may run on several.")
+        return self.tracer.device
+
     def dim(self) -> Any:
         """As torch's."""
         return 0
@@ -288,8 +296,11 @@ class Value:
 
     def new_full(self, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Value:
         """As torch's, without dimensions."""
-        if tuple(size) or device is not None:
-            fail(f"new_ones(), new_zeros(), new_full(): expected no dimensions and no device, got {size} and {device}.")
+        if tuple(size) or (device is not None and device != self.tracer.device):
+            fail(
+                f"new_ones(), new_zeros(), new_full(): expected no dimensions and no other device, got {size} and "
+                f"{device}."
+            )
         return self.tracer.constant(fill_value).to(self.dtype if dtype is None else dtype)
 
     def __bool__(self) -> NoReturn:
