@@ -10,6 +10,7 @@
 #   make hub        build/hub: a repository of kernels for the Hugging Face Hub; it takes nvcc
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #   make upstream   clones FlashInfer and runs its own tests of attention on Quire; it takes a GPU; no part of .ci/run
+#   make upstream-flex  the same with torch's tests of flex_attention, of the installed release; DEVICE=cpu runs without a GPU
 #
 # All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
 # compiled stays in build/ until `make clean`.
@@ -32,7 +33,7 @@ export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all sanitize docs figures engines upstream venv ci lint format clean
+.PHONY: demo test test-slow test-all sanitize docs figures engines upstream upstream-flex venv ci lint format clean
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
@@ -89,6 +90,19 @@ upstream: $(STAMP)
 	test -d $(CLONE) || git clone --quiet --depth 1 https://github.com/flashinfer-ai/flashinfer $(CLONE)
 	$(BIN)/python -m pip install --quiet --target $(CLONE)/site einops scipy
 	PYTHONPATH=$(CLONE)/site $(BIN)/python engines/run_upstream.py --tests $(CLONE)/tests --sample $(SAMPLE) --seed $(SEED) -n $(WORKERS)
+
+# COMPILE: the backend of torch.compile for what tests compile; no: it is called.
+DEVICE ?= cuda
+COMPILE ?= no
+TORCH = $(shell $(BIN)/python -c 'import torch; print("v" + torch.__version__.partition("+")[0])')
+upstream-flex: CLONE := $(CURDIR)/build/engines/pytorch
+upstream-flex: $(STAMP)
+	mkdir -p $(dir $(CLONE))
+	test -d $(CLONE) || git clone --quiet --depth 1 --branch $(TORCH) --filter blob:none --sparse https://github.com/pytorch/pytorch $(CLONE)
+	git -C $(CLONE) sparse-checkout set test/inductor
+	$(BIN)/python -m pip install --quiet --target $(CLONE)/site --no-deps expecttest
+	PYTHONPATH=$(CLONE)/site $(BIN)/python engines/run_upstream.py --suite flex --tests $(CLONE)/test --sample $(SAMPLE) --seed $(SEED) \
+	  --device $(DEVICE) --compile $(COMPILE) -n $(WORKERS)
 
 venv: $(STAMP)
 

@@ -1,6 +1,8 @@
-"""FlashInfer's own tests of attention over Quire: python run_upstream.py --tests CHECKOUT/tests [--sample N] [--seed S] [-n 14]
+"""Other libraries' own tests over Quire: python run_upstream.py --tests CHECKOUT/tests [--sample N] [--seed S] [-n 14]
 
-CHECKOUT is a clone of github.com/flashinfer-ai/flashinfer. Its tests import Quire as their flashinfer (upstream/sitecustomize.py).
+CHECKOUT is a clone of github.com/flashinfer-ai/flashinfer. Its tests import Quire as their flashinfer
+(upstream/as_flashinfer/sitecustomize.py). With --suite flex, --tests is test/ of a clone of github.com/pytorch/pytorch of the
+installed release, and what its tests of flex_attention compile is Quire's (upstream/as_flex.py).
 Writes what came of each case as JSON, and prints a table of the files and a line for each reason why cases did not pass.
 """
 
@@ -27,14 +29,27 @@ FILES = (
 )  # fmt: skip
 BESIDE = ("utils/test_jit_example.py", "utils/test_pod_kernels.py", "utils/test_quantization.py")
 
+#: torch's tests of flex_attention.
+FLEX = "inductor/test_flex_attention.py", "inductor/test_flex_decoding.py"
+
 HERE = Path(__file__).parent / "upstream"
+KINDS = "passed", "wrong", "refused", "failed", "skipped"
 
 
 def outcome(report):
-    """One of: passed, skipped (by the test itself), refused (Quire says that it has no such kernel), failed."""
-    words = ("UnsupportedError", "not supported by this call", "expected a quire.Variant (docs/variants.md")
-    refused = report["outcome"] == "failed" and any(word in report["reason"][:160] for word in words)
-    return "refused" if refused else report["outcome"]
+    """One of: passed, wrong (numbers are beyond the test's bound), refused (Quire says that it has no such kernel), failed
+    (all else: other texts of errors, missing names), skipped (by the test itself).
+    """
+    reason = report["reason"][:160]
+    if report["outcome"] != "failed":
+        return report["outcome"]
+    if any(
+        word in reason
+        for word in ("UnsupportedError", "not supported by this call", "expected a quire.Variant (docs/v")
+    ):
+        return "refused"
+    numbers = ("not close", "Compiled error", "with NaN", "not equal", "Mismatched elements")
+    return "wrong" if "AssertionError" in reason and any(word in reason for word in numbers) else "failed"
 
 
 def group(reason):
@@ -56,6 +71,12 @@ def weighed(lines, counts):
     return 100 * passed / max(run, 1), run
 
 
+def row(name, cases, counts):
+    """A line of the table."""
+    numbers = cases, counts.total() - counts["skipped"], *(counts[kind] for kind in KINDS)
+    return f"| {name} | " + " | ".join(map(str, numbers)) + " |"
+
+
 def summarise(lines):
     """The table by file, and the reasons."""
     files, reasons = defaultdict(Counter), defaultdict(Counter)
@@ -69,14 +90,13 @@ def summarise(lines):
     of_file = Counter()
     for name, count in counts.items():
         of_file[Path(name.partition("::")[0]).name] += count
-    yield "| file | cases | run | passed | failed | refused | skipped by the test |\n|---|---|---|---|---|---|---|"
+    yield "| file | cases | run | " + " | ".join(KINDS[:-1]) + " | skipped by the test |"
+    yield "|---" * (3 + len(KINDS)) + "|"
     for file in sorted(files | of_file):
-        n = files[file]
-        run = n.total() - n["skipped"]
-        yield f"| {file} | {of_file[file]} | {run} | {n['passed']} | {n['failed']} | {n['refused']} | {n['skipped']} |"
+        yield row(file, of_file[file], files[file])
     total = sum(files.values(), Counter())
     run = total.total() - total["skipped"]
-    yield f"| all | {of_file.total()} | {run} | {total['passed']} | {total['failed']} | {total['refused']} | {total['skipped']} |"
+    yield row("all", of_file.total(), total)
     yield f"\npassed: {100 * total['passed'] / max(run, 1):.1f} % of {run}"
     yield "each test function weighed by its cases: {:.1f} % of about {:.0f}\n".format(*weighed(lines, counts))
     for (kind, text), where in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1].total())):
@@ -95,6 +115,17 @@ def run_for(seconds, command, environment, directory):
         print(f"stopped after {seconds} s", file=sys.stderr)
 
 
+def for_cpus(tests, files, scratch):
+    """Copies of torch's tests whose lengths of 2048 are 512, and that are not skipped for want of a GPU."""
+    for file in files:
+        copy, text = Path(scratch) / "test" / file, (tests / file).read_text()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        text = re.sub(r"^S = 2048$", "S = 512", text, flags=re.MULTILINE).replace("1000", "250")  # a window in it
+        skips = r"^(\w+) = (unittest\.)?skipUnless\(.*?^\)$"
+        copy.write_text(re.sub(skips, r"\1 = lambda test: test", text, flags=re.MULTILINE | re.DOTALL))
+    return Path(scratch) / "test"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=Path, required=True, help="the directory tests/ of a clone")
@@ -106,25 +137,32 @@ def main():
     parser.add_argument("--limit", type=int, default=60, help="seconds a case")
     parser.add_argument("--time", type=int, default=0, help="seconds for all; 0: until done")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--suite", choices=("flashinfer", "flex"), default="flashinfer")
+    parser.add_argument(
+        "--compile", default="no", help="flex: the backend of torch.compile for what tests compile; no: they call it"
+    )
     parser.add_argument("--json", type=Path, help="the results")
     parser.add_argument("-n", type=int, default=1, help="processes")
     options, rest = parser.parse_known_args()
     tests = options.tests.resolve()
-    files = options.files or [f"attention/test_{name}.py" for name in FILES] + list(BESIDE)
+    is_flex = options.suite == "flex"
+    files = options.files or (FLEX if is_flex else [f"attention/test_{name}.py" for name in FILES] + list(BESIDE))
     with tempfile.TemporaryDirectory() as scratch:
+        tests = for_cpus(tests, files, scratch) if is_flex and options.device == "cpu" else tests
         results = (options.json or Path(scratch) / "results.json").resolve()
         results.unlink(missing_ok=True)
         settings = {
             "SAMPLE": options.sample, "SEED": options.seed, "LIMIT": options.limit, "DEVICE": options.device,
-            "RESULTS": results,
+            "RESULTS": results, "SUITE": options.suite, "COMPILE": options.compile,
         }  # fmt: skip
         environment = os.environ | {f"UPSTREAM_{name}": str(value) for name, value in settings.items()}
-        path = [str(HERE), str(tests.parent), *sys.path[1:]]
+        path = [str(HERE), *([] if is_flex else [str(HERE / "as_flashinfer"), str(tests.parent)]), *sys.path[1:]]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         command = [
             sys.executable, "-m", "pytest", "-p", "plugin", "-q", "--noconftest", "-c", os.devnull, f"--rootdir={tests}",
             "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "-W", "ignore",
         ]  # fmt: skip
+        command += ["-p", "as_flex"] if is_flex else []
         if options.n > 1:
             command += ["--numprocesses", str(options.n), "--dist", "load"]
         paths = [str(tests / file) for file in files if (tests / file).exists()]

@@ -1,7 +1,7 @@
-"""A pytest plugin for FlashInfer's tests: samples cases, maps "cuda" to the CPU if asked, and says what came of each case.
+"""A pytest plugin for other libraries' tests: samples cases, maps "cuda" to the CPU if asked, and says what came of each case.
 
 Its settings are in the environment, because pytest-xdist's workers have no other: UPSTREAM_SAMPLE (cases a function), UPSTREAM_SEED,
-UPSTREAM_LIMIT (seconds a case), UPSTREAM_DEVICE, UPSTREAM_RESULTS (the file).
+UPSTREAM_LIMIT (seconds a case), UPSTREAM_DEVICE, UPSTREAM_SUITE, UPSTREAM_RESULTS (the file).
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 SAMPLE, SEED, LIMIT = (int(os.environ.get(f"UPSTREAM_{name}", "0")) for name in ("SAMPLE", "SEED", "LIMIT"))
 ON_CPU = os.environ.get("UPSTREAM_DEVICE") == "cpu"
+PRETENDS = ON_CPU and os.environ.get("UPSTREAM_SUITE") != "flex"  # that there is a GPU: torch's tests run on CPUs
 COUNTS = {}  # file::function -> cases collected
 
 
@@ -60,7 +61,12 @@ def pytest_runtest_logreport(report):
     if IS_WORKER:
         return
     if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-        write(case=report.nodeid, outcome=report.outcome, reason=reason(report), seconds=round(report.duration, 3))
+        write(
+            case=dict(report.user_properties).get("case", report.nodeid),
+            outcome=report.outcome,
+            reason=reason(report),
+            seconds=round(report.duration, 3),
+        )
 
 
 def write(**line):
@@ -117,7 +123,7 @@ class OnCpu(TorchFunctionMode):
         return func(*map(on_cpu, args), **kwargs)
 
 
-if ON_CPU:
+if PRETENDS:
     hopper = types.SimpleNamespace(
         multi_processor_count=132, name="CPU", major=9, minor=0, total_memory=2**36, shared_memory_per_block_optin=2**18
     )
