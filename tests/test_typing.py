@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,16 +16,35 @@ import quire
 SCRIPT = Path(__file__).with_name("typed_user.py")
 ROOT = Path(__file__).parents[1]
 
-#: Each of the last lines is a mistake that a type checker must find.
+#: Each line of the bodies is a mistake that a type checker must find; misspelt keywords are no operands of a variant.
 WRONG = """import quire
 import torch
+from quire.compat.flash_attn import flash_attn_func
 
 def f(w: quire.BatchDecodeWithPagedKVCacheWrapper, t: torch.Tensor) -> None:
     w.run(t, t).strange
     x: torch.Tensor = w.run(t, t, return_lse=True)
     w.run(t, t, k_scale="1").shape + 1
     quire.single_prefil_with_kv_cache(t, t, t)
+
+def g(p: quire.BatchPrefillWithPagedKVCacheWrapper, r: quire.BatchPrefillWithRaggedKVCacheWrapper, t: torch.Tensor,
+      w: quire.BatchDecodeWithPagedKVCacheWrapper, b: quire.BlockSparseAttentionWrapper,
+      m: quire.BatchMLAPagedAttentionWrapper) -> None:
+    p.plan(t, t, t, t, 8, 2, 64, 16, casual=True)
+    r.plan(t, t, 8, 2, 64, casual=True)
+    w.plan(t, t, t, 8, 2, 64, 16, non_bloking=True)
+    p.run(t, t, returns_lse=True)
+    r.run(t, t, t, returns_lse=True)
+    w.run(t, t, returns_lse=True)
+    b.plan(t, t, 8, 8, 4, 4, 8, 2, 64, casual=True)
+    b.run(t, t, t, returns_lse=True)
+    m.run(t, t, t, t, returns_lse=True)
+    quire.single_prefill_with_kv_cache(t, t, t, casual=True)
+    quire.single_decode_with_kv_cache(t, t, t, layout="NHD")
+    quire.flex_attention(t, t, t, enable_gq=True)
+    flash_attn_func(t, t, t, casual=True)
 """
+MISTAKES = (6, 7, 8, 9, *range(14, 27))
 
 
 @pytest.mark.slow
@@ -42,7 +62,7 @@ def test_mypy_accepts_a_typed_user_and_finds_mistakes(tmp_path: Path) -> None:
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert done.returncode == 1 and errors, done.stdout + done.stderr
-    assert {line.rpartition(": error: ")[0] for line in errors} == {f"wrong.py:{line}" for line in (5, 6, 7, 8)}, errors
+    assert {line.rpartition(": error: ")[0] for line in errors} == {f"wrong.py:{line}" for line in MISTAKES}, errors
 
 
 @pytest.mark.slow
@@ -54,6 +74,10 @@ def test_pyright_accepts_a_typed_user(tmp_path: Path) -> None:
     command = ["pyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    found = {int(line) for line in re.findall(r"wrong\.py:(\d+):\d+ - error", done.stdout)}
+    assert {*MISTAKES} == found, done.stdout
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import quire
@@ -33,6 +35,8 @@ def capped(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     wrapper.plan(*lens, 8, 2, 64, q_data_type=torch.float32)
     o = wrapper.run(q, k, k, cap=30.0)
     print(o.shape)
+    operands: dict[str, Any] = {"cap": 30.0}
+    o = o + wrapper.run(q, k, k, **operands) - wrapper.run(q, k, k, cap=30)
     return quire.single_prefill_with_kv_cache(q, k, k, variant=cap, cap=30.0)
 
 

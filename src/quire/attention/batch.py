@@ -31,7 +31,7 @@ from quire.engine.checks import (
 from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
-from quire.engine.operands import Level, RemappedOperands, operands_of_levels, unexpected, variant_of
+from quire.engine.operands import Level, OperandValue, RemappedOperands, operands_of_levels, unexpected, variant_of
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
@@ -80,7 +80,7 @@ class BatchAttention:
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int, page_size: int, causal: bool = False,
         sm_scale: float | None = None, logits_soft_cap: float | None = None,
         q_data_type: str | torch.dtype = torch.bfloat16, kv_data_type: str | torch.dtype = torch.bfloat16,
-        use_profiler: bool = False, **operands: Any,
+        use_profiler: bool = False, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch: kv_len_arr int32 [batch_size] counts the tokens of each request.
 
@@ -90,17 +90,18 @@ class BatchAttention:
         if lens.shape[0] != indptr.shape[0] - 1:
             raise ValidationError(f"kv_len_arr: expected [{indptr.shape[0] - 1}] lengths, got {list(lens.shape)}.")
         last = last_of_lens(lens, indptr, check_positive(page_size, "page_size"))
+        more: dict[str, Any] = operands
         self._wrapper.plan(
             qo_indptr, indptr, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo,
             causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, **operands,
+            kv_data_type=kv_data_type, **more,
         )  # fmt: skip
 
     @foreign(refused="profiler_buffer")
     def run(
         self, q: torch.Tensor, kv_cache: PagedCache, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
         k_scale: Any = None, v_scale: Any = None, logits_soft_cap: float = 0.0,
-        profiler_buffer: torch.Tensor | None = None, kv_cache_sf: Any = None, **operands: Any,
+        profiler_buffer: torch.Tensor | None = None, kv_cache_sf: Any = None, **operands: OperandValue,
     ) -> Pair:  # fmt: skip
         """(o [nnz_qo, num_qo_heads, head_dim_vo], lse [nnz_qo, num_qo_heads] float32, base 2).
 
@@ -232,7 +233,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         head_dim_qk: int, head_dim_vo: int | None = None, *, kv_indptr: torch.Tensor | None = None,
         causal: bool = True, sm_scale: float | None = None, logits_soft_cap: float | None = None,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None, **operands: Any,
+        o_data_type: str | torch.dtype | None = None, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -289,7 +290,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_prefix: torch.Tensor, v_prefix: torch.Tensor, *,
         out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
         sinks: torch.Tensor | None = None, q_scale: float | None = None, k_scale: float | None = None,
-        v_scale: float | None = None, enable_pdl: bool | None = None, **operands: Any,
+        v_scale: float | None = None, enable_pdl: bool | None = None, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k_prefix [nnz_prefix, num_kv_heads, head_dim_qk] and
         v_prefix [nnz_prefix, num_kv_heads, head_dim_vo], and over k and v of the new tokens, with the same shapes (HND:

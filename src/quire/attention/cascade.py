@@ -24,7 +24,7 @@ from quire.attention.shared_prefix import (
 from quire.cache.merge import merge_state, merge_state_in_place, merge_state_v2, merge_states
 from quire.engine.checks import check_flags, check_positive
 from quire.engine.joined import check_kernel_for_levels, join_levels
-from quire.engine.operands import Level, RemappedOperands, operands_of_levels, unexpected, variant_of
+from quire.engine.operands import Level, OperandValue, RemappedOperands, operands_of_levels, unexpected, variant_of
 from quire.engine.schedule import Indices
 from quire.engine.tensors import PagedCache
 from quire.errors import UnsupportedError, ValidationError
@@ -105,7 +105,8 @@ class MultiLevelCascadeAttentionWrapper:
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
         window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None, *, allow_fp16_qk_reduction: bool = False, **operands: Any,
+        kv_data_type: str | torch.dtype | None = None, *, allow_fp16_qk_reduction: bool = False,
+        **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan all levels. The arguments are those of the paged prefill wrapper's plan(), with index arrays per level.
 
@@ -196,7 +197,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, k_scale: Any = None, v_scale: Any = None,
-        kv_cache_sf: Any = None, **operands: Any,
+        kv_cache_sf: Any = None, **operands: OperandValue,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which are in one cache; returns o like q.
 

@@ -29,6 +29,7 @@ from quire.engine.checks import (
     page_indices,
 )
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
+from quire.engine.operands import OperandValue
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
@@ -112,7 +113,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
         q_len_per_req: int = 1, *, window_right: int = 0, is_causal: bool | None = None,
-        attention_chunk_size: int | None = None, shared_prefix: str | None = None, **operands: Any,
+        attention_chunk_size: int | None = None, shared_prefix: str | None = None, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -176,14 +177,20 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         **options: Unpack[DecodeKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
-    def run(self, *args: Any, **options: Any) -> Result: ...
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: torch.Tensor | None = None, q_len_per_req: int | None = None,
+        kv_cache_sf: Any = None, skip_softmax_threshold_scale_factor: float | None = None, **operands: OperandValue,
+    ) -> Result: ...  # fmt: skip
     @foreign(permissions="skip_softmax_threshold_scale_factor", checks_itself=True)
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, q_len_per_req: int | None = None,
-        kv_cache_sf: Any = None, skip_softmax_threshold_scale_factor: float | None = None, **operands: Any,
+        kv_cache_sf: Any = None, skip_softmax_threshold_scale_factor: float | None = None, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim] over the cache; returns o of the
         same shape, or (o, lse) with lse [batch_size * q_len_per_req, num_qo_heads] float32, base 2.
@@ -210,12 +217,13 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         q_scale: float | None = None, k_scale: float | None = None, v_scale: float | None = None,
         window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
-        **operands: Any,
+        **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan(locals())
+        more: dict[str, Any] = operands
         return self.run(
-            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands
+            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **more
         )
 
 
@@ -245,7 +253,7 @@ def fast_decode_plan(
     kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
     sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-    q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None, **operands: Any,
+    q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None, **operands: OperandValue,
 ) -> None:  # fmt: skip
     """plan() of a BatchDecodeWithPagedKVCacheWrapper as SGLang binds it.
 

@@ -60,7 +60,11 @@ def flex_attention(
     return_aux: None = None,
 ) -> Pair: ...  # fmt: skip
 @overload
-def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any: ...
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
+    return_aux: Any = None,
+) -> Any: ...  # fmt: skip
 def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
@@ -134,7 +138,8 @@ def _with_aux(return_aux: Any, return_lse: bool, *args: Any) -> Any:
         raise UnsupportedError(
             "return_aux: max_scores is not supported, as kernels keep the maximum of a row to themselves; ask for lse."
         )
-    result = flex_attention(*args, return_lse=lse)
+    attend: Any = flex_attention
+    result = attend(*args, return_lse=lse)
     o, statistics = result if lse else (result, None)
     return o, AuxOutput(lse=statistics, max_scores=None)
 

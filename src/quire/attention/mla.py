@@ -169,7 +169,16 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         **options: Unpack[LatentKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload
-    def run(self, *args: Any, **options: Any) -> Result: ...
+    def run(
+        self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None, kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None, return_lse_base_on_e: bool = False, o_scale: float | None = None, *,
+        query: Any = None, kv_cache: Any = None, ckv_scale: float | None = None, ckv_scale_arr: Any = None,
+        kpe_scale: float | None = None, sinks: torch.Tensor | None = None, enable_pdl: bool | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None, bmm1_scale: Any = None, bmm2_scale: Any = None,
+    ) -> Result: ...  # fmt: skip
     @foreign(refused="profiler_buffer o_scale bmm1_scale bmm2_scale", permissions="skip_softmax_threshold_scale_factor")
     def run(
         self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,

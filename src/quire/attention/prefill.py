@@ -27,6 +27,7 @@ from quire.calls.single import (
 )
 from quire.engine.batch import with_items
 from quire.engine.checks import batch_size_of, check_permissions, host_indices, last_page_lens, page_indices, refuse
+from quire.engine.operands import OperandValue
 from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, converted, run_options
 from quire.engine.schedule import Indices
@@ -99,7 +100,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
         *, head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
-        uniform_q_len: int | None = None, **operands: Any,
+        uniform_q_len: int | None = None, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
@@ -135,14 +136,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         **options: Unpack[PrefillKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
-    def run(self, *args: Any, **options: Any) -> Result: ...
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: Any, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
+        enable_pdl: bool | None = None, window_left: int | None = None, sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None, lse_base: str = "log2", lse_layout: str = "NH", **operands: OperandValue,
+    ) -> Result: ...  # fmt: skip
     @foreign(refused="o_scale", checks_itself=True)
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
         out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None, window_left: int | None = None, sinks: torch.Tensor | None = None,
-        kv_cache_sf: Any = None, lse_base: str = "log2", lse_layout: str = "NH", **operands: Any,
+        kv_cache_sf: Any = None, lse_base: str = "log2", lse_layout: str = "NH", **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k [nnz_kv, num_kv_heads, head_dim_qk] and
         v [nnz_kv, num_kv_heads, head_dim_vo] (HND: heads first); returns o [nnz_qo, num_qo_heads, head_dim_vo], or
@@ -172,11 +179,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None, *,
-        return_lse: bool = False, allow_fp16_qk_reduction: bool = False, **operands: Any,
+        return_lse: bool = False, allow_fp16_qk_reduction: bool = False, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
-        return self.run(q, k, v, return_lse=return_lse, **operands)
+        more: dict[str, Any] = operands
+        return self.run(q, k, v, return_lse=return_lse, **more)
 
 
 def without_flag(scales: tuple[Any, ...], return_lse: bool) -> tuple[tuple[Any, ...], bool]:
@@ -265,7 +273,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
         head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
-        uniform_q_len: int | None = None, **operands: Any,
+        uniform_q_len: int | None = None, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -341,7 +349,14 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         **options: Unpack[PrefillKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
-    def run(self, *args: Any, **options: Any) -> Result: ...
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None, lse_base: str = "log2", lse_layout: str = "NH",
+        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None, **operands: OperandValue,
+    ) -> Result: ...  # fmt: skip
     @foreign(
         refused="uses_spcompress", permissions="skip_softmax_threshold_scale_factor use_fp16_softmax",
         checks_itself=True,
@@ -352,7 +367,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None, **operands: Any,
+        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of q over the cache, as planned.
 
@@ -402,11 +417,12 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
         window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
-        allow_fp16_qk_reduction: bool = False, **operands: Any,
+        allow_fp16_qk_reduction: bool = False, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)
+        more: dict[str, Any] = operands
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **more)
 
 
 _ragged_options = options_of(BatchPrefillWithRaggedKVCacheWrapper.plan)

@@ -33,7 +33,7 @@ from quire.engine.checks import (
 )
 from quire.engine.device import UserWorkspace, target_of
 from quire.engine.launch import launch, row_grid
-from quire.engine.operands import RemappedOperands, int32_table, split_operands, variant_of
+from quire.engine.operands import OperandValue, RemappedOperands, int32_table, split_operands, variant_of
 from quire.engine.operators import operator
 from quire.engine.run import Result
 from quire.engine.schedule import check_count, check_range
@@ -182,7 +182,7 @@ def batch_decode_with_selected_pages(
     sm_scale: float | None = None, kv_layout: str = "NHD", out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, return_lse: bool = False, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, enable_pdl: bool | None = None, *, backend: str = "auto",
-    variant: Variant | None = None, **operands: Any,
+    variant: Variant | None = None, **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """Attention of one query per request over the pages that were selected for each KV head; other pages are not read.
 

@@ -22,7 +22,7 @@ from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_tensor, host_indices, page_indices
 from quire.engine.device import OwnWorkspace, Workspace
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
-from quire.engine.operands import Level, operands_of_levels, unexpected, variant_of
+from quire.engine.operands import Level, OperandValue, operands_of_levels, unexpected, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import foreign, logits_options
 from quire.engine.run import RunOptions
@@ -190,7 +190,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, **operands: Any,
+        rope_theta: float | None = None, **operands: OperandValue,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [batch_size, num_qo_heads, head_dim] over the shared keys and each request's own pages.
 
@@ -241,7 +241,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         causal: bool = True, allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, use_fp16_qk_reduction: bool = False,
-        **operands: Any,
+        **operands: OperandValue,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim] over k_shared, v_shared [shared_len, num_kv_heads, head_dim]
         (HND: heads first), all of them visible, and over each request's own pages, under `causal`. Returns o like q.

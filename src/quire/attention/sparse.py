@@ -15,7 +15,7 @@ import torch
 
 from quire.engine.batch import BlockLists, BlockMatrix, lists_of_heads
 from quire.engine.checks import check_output, check_shape, check_tensor
-from quire.engine.operands import RemappedOperands, variant_of
+from quire.engine.operands import OperandValue, RemappedOperands, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, foreign, heads, options_of
 from quire.engine.run import Result, RunOptions
@@ -93,7 +93,7 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
         non_blocking: bool = True, block_mask: Any = None, kv_block_lens: Any = None, q2k_indices: Any = None,
         q2k_num: Any = None, kv_splits: Any = None, use_clc: Any = None, q_scale: Any = None, k_scale: Any = None,
-        v_scale: Any = None, **operands: Any,
+        v_scale: Any = None, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a matrix, once for all layers that use it.
 
@@ -140,11 +140,17 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         **options: Unpack[SparseKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload
-    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None, **operands: Any,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        **operands: OperandValue,
+    ) -> Result: ...  # fmt: skip
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of q [M, num_qo_heads, head_dim] over k and v [N, num_kv_heads, head_dim], as planned.
 
@@ -171,11 +177,12 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None, **operands: Any,
+        rope_scale: float | None = None, rope_theta: float | None = None, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan({**locals(), "window_left": -1})
-        return self.run(q, k, v, scale_q, scale_k, scale_v, **operands)
+        more: dict[str, Any] = operands
+        return self.run(q, k, v, scale_q, scale_k, scale_v, **more)
 
 
 class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
@@ -198,7 +205,8 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         num_kv_heads: int, head_dim: int, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
-        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None, **operands: Any,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan the matrices, once for all layers that use them.
 
@@ -241,10 +249,15 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         **options: Unpack[SparseKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload
-    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None, **operands: Any,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        **operands: OperandValue,
+    ) -> Result: ...  # fmt: skip
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of q [num_qo_heads, qo_len, head_dim] over k and v [num_kv_heads, kv_len, head_dim], as planned.
 
@@ -269,11 +282,12 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None, **operands: Any,
+        rope_scale: float | None = None, rope_theta: float | None = None, **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan({**locals(), "window_left": -1})
-        return self.run(q, k, v, **operands)
+        more: dict[str, Any] = operands
+        return self.run(q, k, v, **more)
 
 
 _options = options_of(BlockSparseAttentionWrapper.plan, also="page_size")

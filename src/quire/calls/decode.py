@@ -15,7 +15,7 @@ from quire.engine.batch import PaddedQueries
 from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor
 from quire.engine.device import UserWorkspace, Workspace
 from quire.engine.launch import refuse_make_fx
-from quire.engine.operands import split_operands, variant_of
+from quire.engine.operands import OperandValue, split_operands, variant_of
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.planner import NO_OPERANDS
@@ -196,7 +196,7 @@ def xqa_batch_decode_with_kv_cache(
     sinks: torch.Tensor | None = None, kv_layout: str = "NHD", enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1, o_scale: float | None = 1.0, mask: torch.Tensor | None = None,
     kv_cache_sf: Any = None, q_cu_seq_lens: torch.Tensor | None = None, *, backend: str = "auto",
-    variant: Variant | None = None, **operands: Any,
+    variant: Variant | None = None, **operands: OperandValue,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of the last q_len_per_req tokens of each request over its pages, like FlashInfer's function.
 
@@ -277,7 +277,7 @@ def trtllm_batch_decode_with_kv_cache(
     enable_block_sparse_attention: bool = False, cp_world: int = 1, cp_rank: int = 0,
     causal_seqlens_kv_global: torch.Tensor | None = None, bf16q_fp8kv_transform_mode: Any = None,
     request_order: torch.Tensor | None = None, request_order_plan: Any = None, *, variant: Variant | None = None,
-    **operands: Any,
+    **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """xqa_batch_decode_with_kv_cache() with the arguments of FlashInfer's function of this name, by Quire's kernels.
 

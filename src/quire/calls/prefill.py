@@ -24,7 +24,7 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
-from quire.engine.operands import split_operands, variant_of
+from quire.engine.operands import OperandValue, split_operands, variant_of
 from quire.engine.options import LogitsOptions, PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result, RunOptions
@@ -51,7 +51,8 @@ def trtllm_batch_context_with_kv_cache(
     skip_softmax_threshold_scale_factor: float | None = None, uses_shared_paged_kv_idx: bool = True,
     causal: bool = True, lse: torch.Tensor | None = None, return_lse: bool = False,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
-    uses_spcompress: bool | None = None, backend: str = "auto", *, variant: Variant | None = None, **operands: Any,
+    uses_spcompress: bool | None = None, backend: str = "auto", *, variant: Variant | None = None,
+    **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """Attention of the new tokens of each request over its pages, like FlashInfer's function.
 

@@ -17,7 +17,7 @@ from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
 from quire.engine.nvfp4 import check_order, numbers_in_byte, scaled, scales_of
-from quire.engine.operands import by_position, split_operands, variant_of, variant_of_module
+from quire.engine.operands import OperandValue, by_position, split_operands, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
@@ -144,8 +144,15 @@ def single_prefill_with_kv_cache(
 ) -> Pair: ...  # fmt: skip
 @overload
 def single_prefill_with_kv_cache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
-) -> Result: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None, causal: bool = False,
+    kv_layout: str = "NHD", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+    rope_scale: float | None = None, rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
+    kv_cache_sf: Any = None, k_scale: float | None = None, v_scale: float | None = None, *,
+    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, **operands: OperandValue,
+) -> Result: ...  # fmt: skip
 @replayed
 @foreign(permissions="use_fp16_qk_reduction allow_fp16_qk_reduction")
 def single_prefill_with_kv_cache(
@@ -156,7 +163,7 @@ def single_prefill_with_kv_cache(
     sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
     kv_cache_sf: Any = None, k_scale: float | None = None, v_scale: float | None = None, *,
-    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, **operands: Any,
+    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """Attention of one request, without a plan.
 
@@ -246,8 +253,12 @@ def single_decode_with_kv_cache(
 ) -> Pair: ...  # fmt: skip
 @overload
 def single_decode_with_kv_cache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
-) -> Result: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
+    v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+    sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None, **operands: OperandValue,
+) -> Result: ...  # fmt: skip
 @replayed
 @foreign(permissions="use_tensor_cores")
 def single_decode_with_kv_cache(
@@ -255,7 +266,7 @@ def single_decode_with_kv_cache(
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
     v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None, **operands: Any,
+    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None, **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """Decode attention of one request, without a plan.
 

@@ -22,6 +22,7 @@ from quire.calls.tables import Output, PagedKV, Scale
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
 from quire.engine.nvfp4 import scaled
+from quire.engine.operands import OperandValue
 from quire.engine.plan_cache import replayed
 from quire.engine.tensors import LATENT_DIM, LN2, latent_parts
 from quire.errors import ValidationError
@@ -42,7 +43,7 @@ def xqa(
     mask: torch.Tensor | None = None, *, q_cu_seq_lens: torch.Tensor | None = None, k_sf_cache: Any = None,
     v_sf_cache: Any = None, head_dim: int | None = None, sliding_window_size: int = -1,
     pos_encoding_mode: str = "NONE", rope_scale: float | None = None, rope_theta: float | None = None,
-    backend: str = "auto", variant: Variant | None = None, **operands: Any,
+    backend: str = "auto", variant: Variant | None = None, **operands: OperandValue,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of the last q_seq_len tokens of each request over its pages, like FlashInfer's function.
 

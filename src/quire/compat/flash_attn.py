@@ -107,7 +107,11 @@ def flash_attn_func(
     **options: Unpack[_Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 @overload
-def flash_attn_func(*args: Any, **options: Any) -> Result: ...
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: torch.Tensor | None = None,
+) -> Result: ...  # fmt: skip
 @replayed
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -180,7 +184,13 @@ def flash_attn_varlen_func(
     **options: Unpack[_VarlenKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 @overload
-def flash_attn_varlen_func(*args: Any, **options: Any) -> Result: ...
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None, *, s_aux: torch.Tensor | None = None,
+) -> Result: ...  # fmt: skip
 @replayed
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
@@ -263,7 +273,15 @@ def flash_attn_with_kvcache(
     **options: Unpack[_CacheKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
-def flash_attn_with_kvcache(*args: Any, **options: Any) -> Result: ...
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, *, s_aux: torch.Tensor | None = None,
+) -> Result: ...  # fmt: skip
 @replayed
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -29,6 +29,19 @@ from quire.kernels.expressions.tree import Expression, Operand, as_float32
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import PackbitsParams
+
+_Number = TypeVar("_Number")
+
+
+class Number(Protocol):
+    """A float or an integer, also numpy's; no bool, whose `+` is an integer: so type checkers find `casual=True`."""
+
+    def __pos__(self: _Number) -> _Number:
+        """The same number."""
+
+
+#: What a call may pass for an operand of its variant.
+OperandValue: TypeAlias = torch.Tensor | Number
 
 
 class SinkText(str):
