@@ -119,6 +119,7 @@ mla.BatchMLAPagedAttentionWrapper
   shown float_workspace_buffer use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend
   float_workspace_buffer backend: used test_mla.py::test_page_sizes_and_forms
   use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr: used test_mla.py::test_cuda_graphs_follow_new_lengths
+  variant: used test_mla_variants.py::test_scores_and_masks
 mla.BatchMLAPagedAttentionWrapper.plan
   shown qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size causal sm_scale
   shown q_data_type kv_data_type use_profiler metadata cum_seq_lens_q block_tables seq_lens max_q_len

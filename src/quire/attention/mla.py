@@ -24,6 +24,7 @@ from quire.calls.latents import (
 from quire.calls.tables import Scale
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_flags, check_positive, check_tensor, number, scalar
+from quire.engine.operands import OperandValue, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, foreign, logits_options, options_of, split_size
 from quire.engine.run import Result, RunOptions
@@ -31,6 +32,7 @@ from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import cached_parts, latent_parts, to_base_e
 from quire.engine.wrapper import AttentionWrapper, LatentKeywords, MlaModule, Pair
 from quire.errors import QuireError, UnsupportedArgumentError, UnsupportedError, ValidationError
+from quire.kernels.expressions.variant import Variant
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,6 +76,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
         then required, int32 on the device: qo_indptr and kv_indptr [batch_size + 1], kv_len_arr [batch_size], and
         kv_indices [largest number of pages], into which plan() copies page numbers.
+    variant: a quire.Variant, on the backends cpu and fa2. plan() takes what its mask reads, by name, and run() what
+        only its score reads. Its mask hides keys one by one: no KV tile is skipped.
 
     >>> wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> int32 = {"dtype": torch.int32}
@@ -95,11 +99,12 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     def __init__(
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
         qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
-        kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, backend: str = "auto",
+        kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, backend: str = "auto", *,
+        variant: Variant | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            float_workspace_buffer, "NHD", use_cuda_graph, backend, qo_indptr=qo_indptr, kv_indptr=kv_indptr,
-            kv_indices=kv_indices, kv_len_arr=kv_len_arr,
+            float_workspace_buffer, "NHD", use_cuda_graph, backend, variant_of(variant), qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr,
         )  # fmt: skip
         self._lse_base_on_e: bool | None = None
         self._plan_defaults: tuple[bool | None, bool] = None, False  # enable_pdl and use_sinks of plan()
@@ -118,7 +123,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         query_layout: str | None = None, kv_cache_layout: str | None = None, lse_mode: str = "none",
         output_dtype: str | torch.dtype | None = None, output_scale: str = "none", scale_mode: str = "default",
         skip_softmax: bool = False, enable_pdl: bool | None = None, use_sinks: bool = False,
-        fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -149,7 +154,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         flat = MLAPlanMetadata(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
-        self.set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
+        self.set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options, operands=operands))
         self._has_kpe = head_dim_kpe != 0
         self._lse_base_on_e, self._plan_defaults = _LSE_MODES[lse_mode], (enable_pdl, use_sinks)
         self._causal, self._sm_scale, self._page_size = options.causal, options.logits.sm_scale, options.page_size
@@ -178,6 +183,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         query: Any = None, kv_cache: Any = None, ckv_scale: float | None = None, ckv_scale_arr: Any = None,
         kpe_scale: float | None = None, sinks: torch.Tensor | None = None, enable_pdl: bool | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, bmm1_scale: Any = None, bmm2_scale: Any = None,
+        **operands: OperandValue,
     ) -> Result: ...  # fmt: skip
     @foreign(refused="profiler_buffer o_scale bmm1_scale bmm2_scale", permissions="skip_softmax_threshold_scale_factor")
     def run(
@@ -189,6 +195,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         query: Any = None, kv_cache: Any = None, ckv_scale: float | None = None, ckv_scale_arr: Any = None,
         kpe_scale: float | None = None, sinks: torch.Tensor | None = None, enable_pdl: bool | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, bmm1_scale: Any = None, bmm2_scale: Any = None,
+        **operands: OperandValue,
     ) -> Result:  # fmt: skip
         """Attention of the queries over the cache; returns o [nnz_qo, num_heads, head_dim_ckv], or (o, lse) with
         return_lse=True: lse [nnz_qo, num_heads] float32, in base 2, or in base e with return_lse_base_on_e=True.
@@ -237,6 +244,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             kpe = kpe if kpe.dtype is pe.dtype else (kpe.float() * scalar(kpe_scale, "kpe_scale")).to(pe.dtype)
             scales = [check_tensor(ckv_scale_arr, "ckv_scale_arr")]
         if kv_len is not None or page_table is not None:
+            if self._variant is not None or operands:
+                raise UnsupportedError("variant: expected none in a call without plan(); plan() the batch first.")
             result = self._run_unplanned(
                 (nope, pe), (ckv, kpe, *scales), kv_len, page_table, out, lse, return_lse,
                 (logits_scale, ckv_scale), sinks, enable_pdl,
@@ -247,7 +256,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
                 pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out, lse, return_lse,
                 RunOptions(
                     sinks, k_scale=logits_scale, v_scale=ckv_scale, enable_pdl=enable_pdl,
-                    others=(nope, *(part.unsqueeze(2) for part in scales)),
+                    others=(nope, *(part.unsqueeze(2) for part in scales)), operands=operands,
                 ),
             )  # fmt: skip
         statistics = result[1] if return_lse else lse

@@ -410,19 +410,24 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
     return head_dim_reason(problem) or _block_reason(problem)
 
 
-def mla_tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
+def mla_tensor_core_reason(
+    problem: AttentionProblem, *, takes_8_bit_kv: bool = False, takes_variants: bool = False
+) -> str | None:
     """Why an MLA kernel of 16-bit tensor-core products does not take this."""
-    return number_types_reason(problem, takes_8_bit_kv=takes_8_bit_kv) or mla_reason(problem)
+    reason = number_types_reason(problem, takes_8_bit_kv=takes_8_bit_kv)
+    return reason or mla_reason(problem, takes_variants=takes_variants)
 
 
-def mla_reason(problem: AttentionProblem) -> str | None:
-    """Why no MLA kernel takes these dims and logits; None if they are fine."""
+def mla_reason(problem: AttentionProblem, *, takes_variants: bool = False) -> str | None:
+    """Why an MLA kernel does not take these dims and logits; None if they are fine."""
     if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
         latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
         return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
     if problem.tile_scales and (problem.q.slug, problem.kv.slug) != ("bf16", "e4m3"):
         return f"q dtype {problem.q}, kv dtype {problem.kv}: expected bf16 and e4m3, as in rows of 656 bytes"
-    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant is not None
+    if problem.variant is not None and not takes_variants:
+        return "it takes no custom variants of latents; fa2 and cpu do"
+    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding
     if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
-        return "it has no window, soft cap, position encoding or variant of logits, and no mask but causal"
+        return "it has no window, soft cap or position encoding, and no mask but causal; a variant can compute them"
     return None if problem.paged else "keys are ragged: it takes pages only"

@@ -176,7 +176,7 @@ MLA_FA2 = AttentionKernel(
     header="quire/kernels/attention_mla_fa2.cuh",
     cxx="AttentionMlaFa2",
     on_cuda=True,
-    reject=partial(mla_tensor_core_reason, takes_8_bit_kv=True),
+    reject=partial(mla_tensor_core_reason, takes_8_bit_kv=True, takes_variants=True),
     tiles=_tiles_fa2,
     choose_rows=first_tile_that_holds,
     operands=SCALED_MLA_OPERANDS,
@@ -191,7 +191,7 @@ def _reject_cpu(problem: AttentionProblem) -> str | None:
             return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
     if problem.kv != problem.q and problem.kv.bits != 8:
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
-    return mla_reason(problem)
+    return mla_reason(problem, takes_variants=True)
 
 
 def _tiles_cpu(_: AttentionProblem) -> tuple[TileShape, ...]:

@@ -65,6 +65,9 @@ struct AttentionMlaCpu {
     KeyRange visible(int first_row, int last_row, KeyRange tile) const {
       return logits.mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
     }
+    bool full(int first_row, int last_row, KeyRange keys) const {
+      return V::kScoreMask == 0 && logits.mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
+    }
     const Q* q_nope(int row) const {
       const WorkTile::Place at = rows.place(row);
       return static_cast<const Q*>(p.q_nope) + at.token * p.q_nope_token_stride + at.head * p.q_nope_head_stride;
@@ -115,7 +118,7 @@ struct AttentionMlaCpu {
     if constexpr (V::kTileScales != 0) {
       for (int i = begin; i < end; ++i) multiply_by_scales(c, x.ckv + i * kCkv, tile.begin + i);
     }
-    const bool finite = c.logits.mask.full(c.rows.qo_idx(0), c.rows.qo_idx(c.rows.count - 1), keys) ||
+    const bool finite = c.full(0, c.rows.count - 1, keys) ||
                         cpu::all_finite(x.ckv + begin * kCkv, static_cast<int64_t>(end - begin) * kCkv);
     for (int row = 0; row < c.rows.count; row += cpu::kPanel) panel_tile(c, row, tile, finite);
   }
@@ -144,7 +147,7 @@ struct AttentionMlaCpu {
     cpu::score_panel<kKpe>(x.s_pe, x.kpe, x.q_pe + row * kKpe, keys, count);
     const cpu::PanelMemory<decltype(x.panel)> memory = {x.panel,          x.s,  x.alpha, x.m + row, x.d + row,
                                                         x.o + row * kCkv, x.ckv};
-    const bool is_full = c.logits.mask.full(c.rows.qo_idx(row), c.rows.qo_idx(row + count - 1), visible);
+    const bool is_full = c.full(row, row + count - 1, visible);
     const auto add = [&](cpu::Floats s, int key, int lane) { return s + cpu::load(x.s_pe + key * cpu::kPanel + lane); };
     cpu::add_panel<kCkv>(memory, c.logits, row, count, tile.begin, keys, is_full, finite, add);
   }
