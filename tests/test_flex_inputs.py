@@ -97,12 +97,41 @@ def test_options_of_torchs_kernels_and_other_results():
         again, aux = quire.flex_attention(q, k, k, return_aux=theirs.AuxRequest(lse=wants))
         assert torch.equal(again, o) and aux.max_scores is None
         assert torch.equal(aux.lse, lse) if wants else aux.lse is None
-    with pytest.raises(quire.UnsupportedError, match="return_aux: max_scores is not supported"):
-        quire.flex_attention(q, k, k, return_aux=theirs.AuxRequest(max_scores=True))
     with pytest.raises(quire.ValidationError, match="return_lse: expected it or return_aux, got both"):
         quire.flex_attention(q, k, k, return_aux=theirs.AuxRequest(lse=True), return_lse=True)
     with pytest.raises(quire.ValidationError, match="return_aux: expected torch's AuxRequest, got bool"):
         quire.flex_attention(q, k, k, return_aux=True)
+
+
+@pytest.mark.skipif(not hasattr(theirs, "AuxRequest"), reason="this torch has no AuxRequest")
+def test_largest_scores(device):
+    """Of the scores as score_mod leaves them; -inf for a query that sees nothing."""
+    q, k = draw(device, HEADS, Q_LEN), draw(device, HEADS, KV_LEN)
+    mask = create_block_mask(lambda b, h, i, j: (i % 3 > 0) & (j <= i), None, None, Q_LEN, KV_LEN, device=device)
+
+    def attend(attention: object, *tensors: Tensor, **wanted: bool) -> tuple[Tensor, theirs.AuxOutput]:
+        return attention(*tensors, capped, mask, 0.2, return_aux=theirs.AuxRequest(**wanted))
+
+    def capped(s, b, h, i, j):
+        return 5 * torch.tanh(s / 5) - 0.1 * j
+
+    if device != "cpu":
+        with pytest.raises(quire.UnsupportedError, match="maximum of logits"):
+            attend(quire.flex_attention, q, k, k, max_scores=True)
+        return
+    rows, columns = torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)
+    scores = capped(q.double() @ k.double().transpose(2, 3) * 0.2, 0, 0, rows, columns)
+    scores = scores.masked_fill(~((rows % 3 > 0) & (columns <= rows)), -math.inf)
+    for call in (quire.flex_attention, torch.compile(quire.flex_attention, backend="aot_eager", fullgraph=True)):
+        for lse in (False, True):
+            for _ in range(3):  # planned, recorded, replayed
+                got, more = attend(call, q, k, k, lse=lse, max_scores=True)
+            o = torch.softmax(scores, 3).nan_to_num() @ k.double()
+            torch.testing.assert_close(got.double(), o, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(more.max_scores.double(), scores.amax(3), rtol=1e-4, atol=1e-4)
+            assert (more.lse is None) is not lse
+            if lse:
+                torch.testing.assert_close(more.lse.double(), scores.logsumexp(3), rtol=1e-4, atol=1e-4)
 
 
 # --- block masks -----------------------------------------------------------------------------------------------------

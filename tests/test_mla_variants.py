@@ -103,7 +103,19 @@ def test_calls_that_take_none(device):
 def test_kernels_for_hopper_refuse_them_by_name():
     bf16 = dtype_of("bfloat16", "q")
     problem = AttentionProblem(
-        "sm90a", bf16, bf16, bf16, 576, 512, 16, MaskMode.CAUSAL, False, False, 8, variant=variants.soft_cap, is_mla=True
+        "sm90a",
+        bf16,
+        bf16,
+        bf16,
+        576,
+        512,
+        16,
+        MaskMode.CAUSAL,
+        False,
+        False,
+        8,
+        variant=variants.soft_cap,
+        is_mla=True,
     )
     found = decide(problem)
     assert found.kernel.backend == "fa2"

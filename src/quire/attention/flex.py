@@ -11,6 +11,7 @@ attributes, a module of the program) is traced in each call.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -28,7 +29,7 @@ from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.engine.wrapper import Pair
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.kernels.expressions.dependencies import (
     CONVERTED,
     Capturing,
@@ -81,7 +82,7 @@ def flex_attention(
         Comparisons of q_idx and kv_idx that mean causal or a sliding window run as kernels' own masks, also beside
         others (`&`).
     scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options: options of
-        torch's kernels, which Quire's do not need. return_aux: torch's AuxRequest, of lse.
+        torch's kernels, which Quire's do not need. return_aux: torch's AuxRequest, of lse and, on the CPU, max_scores.
 
     The batch of key and value may be 1. Tensors that are views of [batch, length, heads, head_dim] are read in place;
     others are copied, and head dims that kernels do not have (below 32, or no multiple of 8) are padded with zeros. The
@@ -111,16 +112,24 @@ def flex_attention(
         return _with_aux(return_aux, return_lse, query, key, value, score_mod, block_mask, scale, enable_gqa)
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise ValidationError(f"kernel_options: expected a dict or None, got {type(kernel_options).__name__}.")
+    return _call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+
+
+def _call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
+    enable_gqa: bool, return_lse: bool, return_most: bool = False,
+) -> Any:  # fmt: skip
+    """o or (o, lse). return_most: lse has the largest score of a row as the second of two numbers."""
     if is_tracing():
-        return _recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return _recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
     traced = _known_trace(score_mod, mask_of(block_mask), query, key)
     is_plain = type(enable_gqa) is type(return_lse) is bool and type(scale) in (float, int, type(None))
     if traced is None or type(value) not in _TENSORS or not is_plain:
-        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
-    options = traced.key, scale, type(scale), enable_gqa, return_lse
+        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
+    options = traced.key, scale, type(scale), enable_gqa, return_lse, return_most
     return repeated(
         options, (query, key, value, *traced.of_score.values()), _attend,
-        (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, traced),
+        (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most, traced),
         sources=_sources(block_mask, traced),
     )  # fmt: skip
 
@@ -134,14 +143,12 @@ def _with_aux(return_aux: Any, return_lse: bool, *args: Any) -> Any:
     lse, max_scores = getattr(return_aux, "lse", None), getattr(return_aux, "max_scores", None)
     if type(lse) is not bool or type(max_scores) is not bool:
         raise ValidationError(f"return_aux: expected torch's AuxRequest, got {type(return_aux).__name__}.")
-    if max_scores:
-        raise UnsupportedError(
-            "return_aux: max_scores is not supported, as kernels keep the maximum of a row to themselves; ask for lse."
-        )
-    attend: Any = flex_attention
-    result = attend(*args, return_lse=lse)
-    o, statistics = result if lse else (result, None)
-    return o, AuxOutput(lse=statistics, max_scores=None)
+    result = partial(_call, return_lse=lse or max_scores, return_most=max_scores)(*args)
+    if not max_scores:
+        o, statistics = result if lse else (result, None)
+        return o, AuxOutput(lse=statistics, max_scores=None)
+    o, both = result
+    return o, AuxOutput(lse=both[..., 0] if lse else None, max_scores=both[..., 1])
 
 
 def _sources(block_mask: Any, traced: _Trace) -> tuple[Any, ...]:
@@ -151,7 +158,7 @@ def _sources(block_mask: Any, traced: _Trace) -> tuple[Any, ...]:
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
-    enable_gqa: bool, return_lse: bool, traced: _Trace | None = None,
+    enable_gqa: bool, return_lse: bool, return_most: bool, traced: _Trace | None = None,
 ) -> Any:  # fmt: skip
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     if scale is not None:
@@ -159,9 +166,9 @@ def _attend(
     inputs = Inputs.of(query, key, value, enable_gqa)
     check_lengths(block_mask, query, key)
     traced = traced or _Trace.of(score_mod, mask_of(block_mask), Setting.of(query, key))
-    attention = _planned(block_mask, inputs, scale, traced)
+    attention = _planned(block_mask, inputs, scale, traced, return_most)
     if attention is None:  # the lists of the block mask are not those of its function
-        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
     q, k, v = (t.flatten(0, 1) for t in inputs.tensors)
     options = RunOptions(operands=traced.of_score, lse_unit=LN2)
     result = attention.run(q, (k, v), return_lse=return_lse, options=options)
@@ -171,7 +178,9 @@ def _attend(
     return o if lse is None else (o, lse.unflatten(0, (batch, q_len)).transpose(1, 2))
 
 
-def _planned(block_mask: Any, inputs: Inputs, scale: float | None, traced: _Trace) -> Attention | None:
+def _planned(
+    block_mask: Any, inputs: Inputs, scale: float | None, traced: _Trace, return_most: bool
+) -> Attention | None:
     """The plan of the last such call, if its mask read the same tensors, or a new one; None if the block mask turns out
     to have another function than was traced.
     """
@@ -180,7 +189,7 @@ def _planned(block_mask: Any, inputs: Inputs, scale: float | None, traced: _Trac
     options = PlanOptions(
         *heads(qo_heads, kv_heads), head_dim, inputs.value.shape[3], Types.of(inputs.query.dtype, None, None),
         logits_options(inputs.head_dim, scale, parts.window_left, None, "NONE"), causal=parts.causal, page_size=0,
-        variant=traced.variant,
+        variant=traced.variant, max_logits=return_most,
     )  # fmt: skip
 
     def indices() -> Indices:
@@ -200,12 +209,12 @@ def _planned(block_mask: Any, inputs: Inputs, scale: float | None, traced: _Trac
 
 def _recorded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: Any,
-    enable_gqa: bool, return_lse: bool,
+    enable_gqa: bool, return_lse: bool, return_most: bool,
 ) -> Any:  # fmt: skip
     """A call while torch traces: recorded with its functions, as Dynamo traces them, or with their text."""
     options = {
         "has_score": score_mod is not None, "has_mask": block_mask is not None, "enable_gqa": enable_gqa,
-        "return_lse": return_lse,
+        "return_lse": return_lse, "return_most": return_most,
     }  # fmt: skip
     lists, mask_mod = (None, None, None, None, 0, 0, 0, 0), _no_mask
     if block_mask is not None:
@@ -239,7 +248,7 @@ def _with_text(
     lists = [x for x in block_mask[:4] if x is not None]
     return torch.ops.quire.flex_attention(  # type: ignore[no-any-return]
         query, key, value, text, tensors, numbers, lists, block_mask[4:8] if lists else [], scale,
-        options["enable_gqa"], options["return_lse"],
+        options["enable_gqa"], options["return_lse"], options["return_most"],
     )  # fmt: skip
 
 
@@ -258,22 +267,24 @@ def _bound(function: Any, given: Sequence[Any], tracer: Capturing, numbers: list
 
 def _without_memory(query: torch.Tensor, _: Any, value: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the shapes and strides that a call gives."""
-    return_lse = args[3]["return_lse"] if isinstance(args[3], dict) else args[-1]
+    options = args[3] if isinstance(args[3], dict) else dict(zip(("return_lse", "return_most"), args[-2:], strict=True))
     batch, heads, q_len, _ = query.shape
     o = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
-    lse = query.new_empty((batch, q_len, heads) if return_lse else (0, 0, 0), dtype=torch.float32)
+    shape = (batch, q_len, heads, *([2] if options["return_most"] else [])) if options["return_lse"] else (0, 0, 0)
+    lse = query.new_empty(shape, dtype=torch.float32)
     return o, lse.transpose(1, 2)
 
 
 @operator(
     "flex_attention(Tensor query, Tensor key, Tensor value, str functions, Tensor[] tensors, SymInt[] numbers, "
-    "Tensor[] lists, SymInt[] sizes, float? scale, bool enable_gqa, bool return_lse) -> (Tensor, Tensor)",
+    "Tensor[] lists, SymInt[] sizes, float? scale, bool enable_gqa, bool return_lse, bool return_most) "
+    "-> (Tensor, Tensor)",
     fake=_without_memory, tags=NOT_CAPTURABLE,
 )  # fmt: skip
 def _of_graph(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, functions: str, tensors: Sequence[torch.Tensor],
     numbers: Sequence[int], lists: Sequence[torch.Tensor], sizes: Sequence[int], scale: float | None,
-    enable_gqa: bool, return_lse: bool,
+    enable_gqa: bool, return_lse: bool, return_most: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """quire::flex_attention: the functions are the text of a variant."""
     expression = read_text(functions) if functions else None
@@ -282,7 +293,7 @@ def _of_graph(
     is_plain = mask is None or mask.op == "const"
     mask_mod = None if is_plain else RecordedFunction(functions, "mask", tensors, (*numbers,))
     block_mask = mask_in_graph(mask_mod, lists, sizes) if lists else None
-    result = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=return_lse)
+    result = _call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
     o, lse = result if return_lse else (result, query.new_empty((0, 0, 0), dtype=torch.float32))
     return o.transpose(1, 2).contiguous().transpose(1, 2), lse
 

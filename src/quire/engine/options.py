@@ -149,7 +149,7 @@ class PlanOptions(NamedTuple):
     #: With is_mla and page_size 1: tokens of a page of the cache. Pages of the batch are then tokens, page number *
     #: cache_page + index in the page.
     cache_page: int = 1
-    max_logits: bool = False  #: with is_mla: lse has, behind the lse of a row, the maximum of its logits
+    max_logits: bool = False  #: with is_mla or on a CPU: lse has, behind the lse of a row, the maximum of its logits
 
     @property
     def group_size(self) -> int:

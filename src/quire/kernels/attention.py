@@ -240,8 +240,8 @@ class AttentionKernel:
             return self._lacks_4_bits(problem)
         if problem.tile_scales and all(operand.scales is None for operand in self.operands):
             return "it takes no latents with scales, which rows of 656 bytes have"
-        if problem.max_logits and not self.is_mla:
-            return "it does not return the maximum of logits"
+        if problem.max_logits and self.on_cuda and not self.is_mla:
+            return "it does not return the maximum of logits (max_scores); the CPU's kernel does"
         return None
 
     def _lacks_4_bits(self, problem: AttentionProblem) -> str | None:

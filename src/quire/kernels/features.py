@@ -262,7 +262,7 @@ class Features:
         default=False, kw_only=True
     )
 
-    #: the maximum of a row's logits is returned beside its lse (MLA)
+    #: the maximum of a row's logits is returned beside its lse (MLA, and on the CPU)
     max_logits: Annotated[bool, _flag("kMaxLogits", "most", lambda options: options.max_logits)] = field(
         default=False, kw_only=True
     )
