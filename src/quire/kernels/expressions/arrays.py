@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from quire.kernels.expressions.trace import TORCH, Tracer, Value, call, fail, operate
+from quire.kernels.expressions.trace import TORCH, Tracer, Value, call, fail, name_of, operate
 from quire.kernels.expressions.tree import BOOL, INT
 
 _MOST_ELEMENTS = 256  #: of an array that is computed with; each is an operation of its own
@@ -113,7 +113,7 @@ class Array:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return TORCH["call"](getattr(func, "__name__", str(func)), args, kwargs or {})
+        return TORCH["call"](name_of(func), args, kwargs or {})
 
 
 def _chosen(kept: range, i: Any) -> Any:

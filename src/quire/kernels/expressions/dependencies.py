@@ -20,7 +20,7 @@ from quire.errors import ValidationError
 from quire.kernels.expressions.arrays import Array
 from quire.kernels.expressions.rewrite import MaskParts, split_mask
 from quire.kernels.expressions.torch_functions import call_torch, operate_as_torch
-from quire.kernels.expressions.trace import Tracer, Value, fail
+from quire.kernels.expressions.trace import Tracer, Value, fail, name_of
 from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES, Node, bounds_of, names_in
 from quire.kernels.expressions.variant import Variant, call_traced, read_text, variant_of_trees
 
@@ -261,7 +261,7 @@ class _Captures(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and isinstance(args[0], torch.Tensor):
             return self._tracer.array(args[0])[args[1]]
         is_method = func is getattr(torch.Tensor, func.__name__, None)
-        return call_torch(func.__name__, args, kwargs or {}, methods=is_method)
+        return call_torch(name_of(func), args, kwargs or {}, methods=is_method)
 
 
 class RecordedFunction:

@@ -323,7 +323,21 @@ class Value:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return TORCH["call"](getattr(func, "__name__", str(func)), args, kwargs or {})
+        return TORCH["call"](name_of(func), args, kwargs or {})
+
+
+#: Operators of other libraries that are known by the names of torch's functions.
+_KNOWN_OPERATORS = {"approx::tanh": "tanh"}  # attention-gym's
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch's, or library::name of an operator that torch has not."""
+    name = str(getattr(func, "__name__", func))
+    library = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "").rpartition("::")[0]
+    if library:  # of an operator, whose name has its overload behind a dot
+        name = name.partition(".")[0]
+        return name if library == "aten" else _KNOWN_OPERATORS.get(f"{library}::{name}", f"{library}::{name}")
+    return name
 
 
 def operate(op: str, a: Any, b: Any) -> Value:
