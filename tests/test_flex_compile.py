@@ -102,6 +102,26 @@ def test_dynamic_lengths_and_numbers(tracer):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("tracer", ["eager", "aot_eager"])
+def test_sizes_that_a_graph_does_not_know(tracer):
+    """Indices from the end, clamped ones, and rows, of tensors whose sizes are symbols."""
+
+    def attend(attention: object, q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            near = torch.clamp(j, 0, table.shape[0] - 1)
+            hidden = torch.where(i % 5 == 4, -torch.inf, torch.where(j > i, -torch.inf, s))
+            return hidden + table[near] + table[i - j] + (rows[i] * rows[-1]).sum()
+
+        return attention(q, k, v, score)
+
+    compiled = torch.compile(
+        lambda *args: attend(quire.flex_attention, *args), backend=tracer, fullgraph=True, dynamic=True
+    )
+    for n in (12, 17):
+        given = *inputs(n, n), torch.rand(n), torch.rand(n, 3)
+        agree(torch.nan_to_num(compiled(*given)), torch.nan_to_num(attend(of_torch, *given)))
+
+
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_results_beside_o(tracer):
     """lse, AuxOutput; grouped heads; head dims that kernels do not have; neither score nor mask."""

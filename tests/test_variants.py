@@ -1276,6 +1276,8 @@ def test_texts():
     for case in CASES.values():
         again = quire.Variant.parse(str(case.variant))
         assert again == case.variant and again.digest == case.variant.digest
+    hidden = quire.Variant(lambda score, kv_idx: where(kv_idx > 9, where(kv_idx > 4, score, -math.inf), -math.inf))
+    assert quire.Variant.parse(str(hidden)) == hidden
     same = [quire.Variant(f, scalars={"c": float}) for f in (lambda score, c: c * score, lambda score, c: c * score)]
     assert same[0] == same[1] and hash(same[0]) == hash(same[1])
     assert quire.Variant(lambda score, c: score * c, scalars={"c": float}) != same[0]

@@ -25,20 +25,19 @@ BACKEND = os.environ.get("UPSTREAM_COMPILE", "no")
 ON_CPU = not torch.cuda.is_available()
 REFERENCES = "eager", "aot_eager"  # what tests compile with these is what they compare with
 MODULES = "test_flex_attention", "test_flex_decoding"
-#: Tests of what is torch's alone: gradients, its kernels' code and errors, the graphs that it makes, create_block_mask()
-#: itself, PagedAttention itself.
+#: Tests of what is torch's alone: gradients, its kernels' code and errors, the graphs that it makes and how many (those of
+#: its eager calls, too), create_block_mask() itself, PagedAttention itself.
 OUTSIDE = re.compile(
     r"grad|backward|fw_bw|autograd|max_autotune|epilogue_fused|kernel_options_argument|float32_matmul_precision|cant_lower|"
     r"cpu_error_message|cpu_dtype|block_mask_viz|compiling_create|inputs_are_realized|subgraph_respect|differentiable|"
     r"free_symbol|symbol_closure|logsumexp_only_return|force_write_lse|captured_reduction|captured_wrong_device|"
     r"invalid_block_size|mask_mod_combiners|rows_0_check|comparison_vs_sdpa|bw_decoding|symmetric_bias|"
+    r"mods_dynamic|automatic_dynamic|not_trigger_dynamic|recompile|"
     r"TestPagedAttention.*(page_allocation|allocate|update|convert)|"
     r"TestBlockMask.*(attributes|size_changes|getitem|device_change|test_block_size|init_mismatched|from_kv_blocks)"
 )
 #: Tests that compare devices, which takes a GPU.
 OF_DEVICES = re.compile(r"mixed_device|same_device|cuda_1")
-#: Tests that count graphs, which takes a compiler.
-OF_GRAPHS = re.compile(r"mods_dynamic|automatic_dynamic|not_trigger_dynamic|recompile")
 
 
 class State:
@@ -46,6 +45,7 @@ class State:
 
     depth = 0  # of calls of what the test compiles
     is_quire_everywhere = False
+    is_torchs = False  # whether torch's flex_attention runs, which compiles for itself
     compiled = eager = 0
     true_compile = torch.compile
 
@@ -60,11 +60,17 @@ def flex_attention(query, key, value, *args, **kwargs):
             return quire.flex_attention(query.detach(), key.detach(), value.detach(), *args, **kwargs)
     if ON_CPU:  # where torch's refuses gradients
         query, key, value = query.detach(), key.detach(), value.detach()
-    return theirs.flex_attention(query, key, value, *args, **kwargs)
+    State.is_torchs = True
+    try:
+        return theirs.flex_attention(query, key, value, *args, **kwargs)
+    finally:
+        State.is_torchs = False
 
 
 def compile(model=None, **options):
     """A function that calls `model` as something compiled."""
+    if State.is_torchs:
+        return State.true_compile(model, **options)
     if model is None:
         return functools.partial(compile, **options)
     if options.get("backend") in REFERENCES or model in (theirs.create_block_mask, theirs.create_mask):
@@ -89,7 +95,7 @@ def compile(model=None, **options):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """A sample of each test's cases, which torch makes as methods; tests of other things are left out."""
-    others = [OUTSIDE, *([OF_DEVICES] if ON_CPU else []), *([OF_GRAPHS] if BACKEND == "no" else [])]
+    others = [OUTSIDE, *([OF_DEVICES] if ON_CPU else [])]
     left_out = [item for item in items if any(pattern.search(item.nodeid) for pattern in others)]
     cases = defaultdict(list)
     for item in items:
@@ -170,14 +176,18 @@ class Adapted:
         torch.compile, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad = self._saved
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+@pytest.hookimpl(wrapper=True, trylast=True)  # within what maps "cuda" to the CPU
 def pytest_runtest_call(item):
     """A test that compiles nothing is run again, all of it by Quire, whose result then counts."""
     State.is_quire_everywhere = False
     with Adapted():
-        result = yield
-        if not State.compiled and State.eager:
-            State.is_quire_everywhere = True
-            item.__dict__.pop("_excinfo", None)  # where pytest has the failures of unittest's cases
-            item.runtest()
-    return result
+        try:
+            return (yield)
+        except Exception:
+            if State.compiled or not State.eager:
+                raise
+        finally:
+            if not State.compiled and State.eager:
+                State.is_quire_everywhere = True
+                item.__dict__.pop("_excinfo", None)  # where pytest has the failures of unittest's cases
+                item.runtest()

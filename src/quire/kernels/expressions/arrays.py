@@ -140,7 +140,7 @@ def _index(tracer: Tracer, i: Any, size: int, dim: int) -> Any:
     if isinstance(i, Value) and i.node.op != "const":
         if i.node.type != INT:
             fail(f"expected integers as indices, got a {i.node.type}; convert it with to(torch.int32).")
-        return i if tracer.bounds(i.node)[0] >= 0 else call("where", i < 0, i + size, i)
+        return i if tracer.bounds(i.node)[0] >= 0 else call("where", i < 0, i + int(size), i)
     number = i.node.value if isinstance(i, Value) else i
     if hasattr(number, "item") and not isinstance(number, (int, float)):
         number = tracer.lift(number)
@@ -149,7 +149,7 @@ def _index(tracer: Tracer, i: Any, size: int, dim: int) -> Any:
         fail(f"expected integers as indices, got a {type(number).__name__}.")
     if not -size <= number < size:
         fail(f"index {number} is out of bounds for dimension {dim} with size {size}.")
-    return number % size
+    return number % int(size) if number < 0 else number
 
 
 # --- functions of arrays ----------------------------------------------------------------------------------------------

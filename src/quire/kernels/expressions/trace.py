@@ -20,6 +20,7 @@ from quire.kernels.expressions.tree import (
     FLOAT,
     FLOAT_FUNCTIONS,
     INT,
+    INT32,
     OPERAND_TYPES,
     Node,
     Operand,
@@ -220,7 +221,13 @@ class Value:
     __hash__ = None  # type: ignore[assignment]
 
     def __neg__(self) -> Value:
-        return self * -1 if self.node.type == BOOL else self.tracer.value("neg", self.node.type, self)
+        if self.node.type == BOOL:
+            return self * -1
+        number = self.node.value
+        if self.node.op == "const" and number == number and number != INT32[0]:  # as texts have it
+            negative: Value = self.tracer.constant(-number)  # type: ignore[operator]
+            return negative
+        return self.tracer.value("neg", self.node.type, self)
 
     def __pos__(self) -> Value:
         return self
