@@ -221,13 +221,14 @@ class Value:
     __hash__ = None  # type: ignore[assignment]
 
     def __neg__(self) -> Value:
+        number, found = self.node.value, self
         if self.node.type == BOOL:
-            return self * -1
-        number = self.node.value
-        if self.node.op == "const" and number == number and number != INT32[0]:  # as texts have it
-            negative: Value = self.tracer.constant(-number)  # type: ignore[operator]
-            return negative
-        return self.tracer.value("neg", self.node.type, self)
+            found = self * -1
+        elif self.node.op == "const" and number == number and number != INT32[0]:  # as texts have it
+            found = self.tracer.constant(-number)  # type: ignore[operator]
+        else:
+            found = self.tracer.value("neg", self.node.type, self)
+        return found
 
     def __pos__(self) -> Value:
         return self
