@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.variables import higher_order_ops
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as theirs
 
 import quire
 from quire.engine import plan_cache
+from quire.engine.operators import FunctionsOperator
+
+if not hasattr(higher_order_ops, "_hop_name_to_variable_class"):
+    pytest.skip("before torch 2.9 Dynamo traces functions of its own operators alone", allow_module_level=True)
 
 HEADS, DIM = 4, 32
 TRACERS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -221,3 +226,16 @@ def test_gradients_and_functions_are_refused():
         raised = pytest.raises((*refused, torch._dynamo.exc.BackendCompilerFailed), match=r"torch's lgamma\(\) is no")
         with raised:
             compiled(q, k, v, lambda s, b, h, i, j: torch.lgamma(s))
+
+
+def test_older_dynamos_end_a_graph(monkeypatch):
+    """Where Dynamo cannot trace the functions, a compiled function calls it between two graphs."""
+    monkeypatch.setattr(FunctionsOperator, "is_known", lambda _: False)
+    slopes, counter = torch.rand(HEADS), CompileCounterWithBackend("eager")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 1 + quire.flex_attention(2 * q, k, v, lambda s, b, h, i, j: s + slopes[h] * (j - i))
+
+    tensors = inputs()
+    agree(torch.compile(attend, backend=counter)(*tensors), attend(*tensors))
+    assert counter.frame_count == 2

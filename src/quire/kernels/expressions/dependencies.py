@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -270,10 +270,7 @@ class RecordedFunction:
     def __init__(self, text: str, part: str, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> None:
         """text: of a variant whose operands are t0, t1, ... and n0, n1, ...; part: "score" or "mask"."""
         self.text, self.part, self.numbers = text, part, numbers
-        expression = read_text(text)
-        self._root: Node | None = getattr(expression, part)
-        read = names_in(self._root)
-        self._tensors = {f"t{i}": weakref.ref(tensor) for i, tensor in enumerate(tensors) if f"t{i}" in read}
+        self._tensors = {f"t{i}": weakref.ref(tensors[i]) for i in _tensors_of(text, part)}
 
     @property
     def tensors(self) -> list[Any]:
@@ -284,8 +281,8 @@ class RecordedFunction:
         """The result for the values of torch's arguments: the score, if it is one, batch, head, q_idx, kv_idx."""
         tracer, names = values[0].tracer, dict(zip(_PLACES, values[-4:], strict=True))
         made: dict[int, Node] = {}
-        assert self._root is not None
-        for node in self._root.walk():
+        root: Node = getattr(read_text(self.text), self.part)
+        for node in root.walk():
             args = [made[id(arg)] for arg in node.args]
             if node.op == "index":
                 found = names[str(node.value)].node
@@ -299,4 +296,10 @@ class RecordedFunction:
             else:
                 found = tracer.tree.node(node.op, node.type, *args, value=node.value, dim=node.dim)
             made[id(node)] = found
-        return Value(tracer, made[id(self._root)])
+        return Value(tracer, made[id(root)])
+
+
+@lru_cache(maxsize=1024)
+def _tensors_of(text: str, part: str) -> list[int]:
+    """The numbers of the tensors that a part of a text reads."""
+    return sorted(int(name[1:]) for name in names_in(getattr(read_text(text), part)) if name[0] == "t")
