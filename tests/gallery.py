@@ -49,11 +49,13 @@ def mask_mod(b, h, q_idx, kv_idx):
     Entry("prefix", "Prefix-LM", "All see the prefix, and causally the rest (Raffel et al., 2020).", """
 prefix = torch.tensor([20])  # of each request
 
+
 def mask_mod(b, h, q_idx, kv_idx):
     return (kv_idx < prefix[b]) | (q_idx >= kv_idx)
 """, "prefix-lm 1024", "prefix_lm"),
     Entry("documents", "Documents", "Several documents in one sequence, none of which sees another.", """
 document = torch.repeat_interleave(torch.arange(4), torch.tensor([10, 22, 8, 24]))
+
 
 def mask_mod(b, h, q_idx, kv_idx):
     return (document[q_idx] == document[kv_idx]) & (q_idx >= kv_idx)
@@ -64,6 +66,7 @@ parent = [-1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6, 6]  # of each guessed token; 52 toke
 is_ancestor = torch.eye(64, dtype=torch.bool)
 for node in range(1, len(parent)):
     is_ancestor[node] |= is_ancestor[parent[node]]
+
 
 def mask_mod(b, h, q_idx, kv_idx):
     node, other = (q_idx - 52).clamp(min=0), (kv_idx - 52).clamp(min=0)
@@ -85,12 +88,14 @@ def mask_mod(b, h, q_idx, kv_idx):
     Entry("alibi", "ALiBi", "A bias that falls with the distance, steeper for some heads (Press et al., 2022).", """
 slopes = quire.get_alibi_slopes(8)
 
+
 def score_mod(score, b, h, q_idx, kv_idx):
     return score + slopes[h] * (kv_idx - q_idx)
 """, "alibi", "alibi"),
     Entry("t5", "Relative bias of T5", "A bias for each bucket of distances: one for each near distance, one for each "
           "octave of far ones (Raffel et al., 2020).", """
 bias = torch.linspace(0, -4, 16)[:, None] * torch.ones(8)  # of each bucket and head
+
 
 def score_mod(score, b, h, q_idx, kv_idx):
     past = (q_idx - kv_idx).clamp(min=0)
