@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
 import quire
+from quire.compat import flash_attn
 
 SCRIPT = Path(__file__).with_name("typed_user.py")
 ROOT = Path(__file__).parents[1]
@@ -89,3 +92,21 @@ def test_a_typed_user_runs() -> None:
 
 def test_dir_shows_what_is_public() -> None:
     assert set(dir(quire)) == {*quire.__all__, "__version__"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads() came with Python 3.11")
+def test_the_last_overload_has_all_arguments() -> None:
+    """It is the implementation's signature, so that no keyword is accepted by a checker and refused by the call."""
+    wrappers = (
+        quire.BatchPrefillWithPagedKVCacheWrapper, quire.BatchPrefillWithRaggedKVCacheWrapper,
+        quire.BatchDecodeWithPagedKVCacheWrapper, quire.BlockSparseAttentionWrapper,
+        quire.VariableBlockSparseAttentionWrapper, quire.BatchMLAPagedAttentionWrapper,
+    )  # fmt: skip
+    functions = (
+        quire.flex_attention, quire.single_prefill_with_kv_cache, quire.single_decode_with_kv_cache,
+        flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache,
+        *(wrapper.run for wrapper in wrappers),
+    )  # fmt: skip
+    for function in map(inspect.unwrap, functions):
+        last = typing.get_overloads(function)[-1]
+        assert [*inspect.signature(last).parameters] == [*inspect.signature(function).parameters], function.__qualname__
