@@ -32,7 +32,7 @@ from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, OperandValue, RemappedOperands, operands_of_levels, unexpected, variant_of
-from quire.engine.options import foreign, options_of
+from quire.engine.options import foreign, options_of, refuse_parts
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
 from quire.engine.spec import AttentionSpec
@@ -53,7 +53,7 @@ class BatchAttention:
 
     kv_layout: "NHD" or "HND". device: the device of all tensors, on which the wrapper allocates a workspace of 128 MiB.
         variant: a custom quire.Variant; plan() and run() then take the tensors and numbers that it reads, by name, as
-        those of BatchPrefillWithPagedKVCacheWrapper do.
+        those of BatchPrefillWithPagedKVCacheWrapper do. deterministic: as there.
 
     >>> wrapper = quire.BatchAttention("NHD", device="cpu")
     >>> int32 = {"dtype": torch.int32}
@@ -69,10 +69,13 @@ class BatchAttention:
     """
 
     def __init__(
-        self, kv_layout: str = "NHD", device: str | torch.device = "cuda", *, variant: Variant | None = None
-    ) -> None:
+        self, kv_layout: str = "NHD", device: str | torch.device = "cuda", *, variant: Variant | None = None,
+        deterministic: bool | None = None,
+    ) -> None:  # fmt: skip
         self.float_workspace_buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(self.float_workspace_buffer, kv_layout, variant=variant)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self.float_workspace_buffer, kv_layout, variant=variant, deterministic=deterministic
+        )
 
     @foreign(refused="use_profiler")
     def plan(
@@ -147,11 +150,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         backend: str = "auto", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
         q_data_type: str | torch.dtype = torch.bfloat16, kv_data_type: str | torch.dtype = torch.bfloat16,
         head_dim_qk: int = 128, head_dim_vo: int = 128, window_left: int = -1, *, variant: Variant | None = None,
+        deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
-            variant=variant,
+            variant=variant, deterministic=deterministic,
         )  # fmt: skip
         self._defaults = {
             "q_data_type": q_data_type, "kv_data_type": kv_data_type, "window_left": window_left,
@@ -194,6 +198,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 _POSITIONAL = 12  #: arguments of plan() that stand before those in BatchAttentionWithAttentionSinkWrapper._defaults
 
 
+#: What to do in place of an attention to the prefix and one to the new tokens.
+_IN_ONE_TENSOR = "put both sets of keys of a request into one tensor, and plan BatchPrefillWithRaggedKVCacheWrapper"
 _TILE_ROWS = 128  #: of the kernel that merges both
 
 
@@ -244,6 +250,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). Raises ValidationError or
         UnsupportedError.
         """
+        refuse_parts("BatchPrefillWithPrefixWrapper", None, _IN_ONE_TENSOR)
         options = _options(locals())
         qo = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo, "qo_indptr")

@@ -23,8 +23,9 @@ from quire.attention.shared_prefix import (
 )
 from quire.cache.merge import merge_state, merge_state_in_place, merge_state_v2, merge_states
 from quire.engine.checks import check_flags, check_positive
-from quire.engine.joined import check_kernel_for_levels, join_levels
+from quire.engine.joined import check_kernel_for_levels, flat_levels, join_levels
 from quire.engine.operands import Level, OperandValue, RemappedOperands, operands_of_levels, unexpected, variant_of
+from quire.engine.options import is_deterministic, refuse_parts
 from quire.engine.schedule import Indices
 from quire.engine.tensors import PagedCache
 from quire.errors import UnsupportedError, ValidationError
@@ -38,6 +39,8 @@ __all__ = [
     "merge_state_in_place", "merge_state_v2", "merge_states",
 ]  # fmt: skip
 
+#: What to do in place of a launch for each level.
+_OF_LEVELS = "plan BatchPrefillWithPagedKVCacheWrapper on all pages of each request"
 _LevelCall = tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], dict[str, Any]]
 
 
@@ -46,6 +49,8 @@ class MultiLevelCascadeAttentionWrapper:
 
     num_levels: the number of levels. float_workspace_buffer, kv_layout, use_cuda_graph and backend are as in
     BatchPrefillWithPagedKVCacheWrapper, and so are the buffers, one per level. variant: a custom quire.Variant.
+    deterministic: True plans one attention over all keys of each request, whose bits are those of a batch without
+    levels. Shared pages must be full, and CUDA graphs and variants are refused. None: as the environment says.
 
     >>> wrapper = quire.MultiLevelCascadeAttentionWrapper(2, torch.empty(1 << 20, dtype=torch.uint8))
     >>> int32 = {"dtype": torch.int32}
@@ -65,7 +70,7 @@ class MultiLevelCascadeAttentionWrapper:
         self, num_levels: int, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD",
         use_cuda_graph: bool = False, qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None,
         paged_kv_indices_buf_arr: Any = None, paged_kv_last_page_len_buf_arr: Any = None, *, backend: str = "auto",
-        variant: Variant | None = None,
+        variant: Variant | None = None, deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         if (count := check_positive(num_levels, "num_levels")) > 1024:
             raise ValidationError(f"num_levels: expected at most 1024, got {count}.")
@@ -75,13 +80,15 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
         }  # fmt: skip
         buffers = _of_levels({name: array for name, array in arrays.items() if array is not None}, count)
-        self._joined = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
+        self._joined = BatchPrefillWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, backend=backend, deterministic=deterministic
+        )
         self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
         self._variant = variant_of(variant)
         self._operands: RemappedOperands | None = None  # once planned, what the variant reads
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
+                float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend, deterministic=deterministic,
                 variant=None if self._variant is None else variant_of_level(self._variant),
                 **{name.removesuffix("_arr"): buffer for name, buffer in of_level.items()},
             )
@@ -173,14 +180,20 @@ class MultiLevelCascadeAttentionWrapper:
 
     def _plan_joined(self, calls: Sequence[_LevelCall], operands: Mapping[str, Any]) -> str:
         """Plan all levels as one launch; why not, where they cannot be one, or where a level is wrong."""
+        first = calls[0][0]
+        if len(calls) > 1 and is_deterministic(first._deterministic):
+            if self._variant is not None or first.is_cuda_graph_enabled:
+                refuse_parts("MultiLevelCascadeAttentionWrapper", True, _OF_LEVELS)
+            unexpected("plan", operands)
+            self._joined.set_plan(flat_levels([level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]))
+            return ""
         if self._variant is not None:
             return "custom variants are attended to level by level"
         unexpected("plan", operands)
         if len(calls) == 1:
             return "there is one level"
-        if calls[0][0].is_cuda_graph_enabled:
+        if first.is_cuda_graph_enabled:
             return "CUDA graphs fix each level's launch"
-        first = calls[0][0]
         try:
             check_kernel_for_levels(first.device, first._backend)
             self._joined.set_plan(join_levels([level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]))

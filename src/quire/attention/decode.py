@@ -73,6 +73,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
     use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
         then required, on the device: paged_kv_indptr_buffer int32 [batch_size + 1], paged_kv_last_page_len_buffer int32
         [batch_size], and paged_kv_indices_buffer int32 [largest number of pages], into which plan() copies the pages.
+    deterministic: as in BatchPrefillWithPagedKVCacheWrapper. q_len_per_req is part of what a request asks for.
 
     >>> wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
     >>> indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1 page
@@ -94,9 +95,10 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         use_tensor_cores: bool = False, paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None, paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, *, variant: Variant | None = None,
+        deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_in(variant, jit_args),
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_in(variant, jit_args), deterministic,
             paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )  # fmt: skip
@@ -238,11 +240,11 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     def __init__(
         self, workspace_buffer: torch.Tensor, indptr_buffer: torch.Tensor, indices_buffer: torch.Tensor,
         last_page_len_buffer: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False, *,
-        backend: str = "auto", variant: Variant | None = None,
+        backend: str = "auto", variant: Variant | None = None, deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer,
-            backend, variant=variant,
+            backend, variant=variant, deterministic=deterministic,
         )  # fmt: skip
 
 

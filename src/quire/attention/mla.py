@@ -78,6 +78,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         kv_indices [largest number of pages], into which plan() copies page numbers.
     variant: a quire.Variant, on the backends cpu and fa2. plan() takes what its mask reads, by name, and run() what
         only its score reads. Its mask hides keys one by one: no KV tile is skipped.
+    deterministic: as in BatchPrefillWithPagedKVCacheWrapper.
 
     >>> wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> int32 = {"dtype": torch.int32}
@@ -100,10 +101,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
         qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, backend: str = "auto", *,
-        variant: Variant | None = None,
+        variant: Variant | None = None, deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            float_workspace_buffer, "NHD", use_cuda_graph, backend, variant_of(variant), qo_indptr=qo_indptr,
+            float_workspace_buffer, "NHD", use_cuda_graph, backend, variant_of(variant), deterministic=deterministic,
+            qo_indptr=qo_indptr,
             kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr,
         )  # fmt: skip
         self._lse_base_on_e: bool | None = None

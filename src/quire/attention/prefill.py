@@ -72,10 +72,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
         qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
+        deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
-            variant_in(variant, jit_args, jit_kwargs),
+            variant_in(variant, jit_args, jit_kwargs), deterministic,
             qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
@@ -215,6 +216,9 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         which plan() copies page numbers. With a custom mask so is custom_mask_buf uint8 [largest number of bytes], into
         which plan() copies the mask's bits. The first plan() fixes everything but lengths, and the largest number of
         rows of q.
+    deterministic: True, and the bits of a request's result depend on that request alone: not on its neighbours, their
+        number and order, the chunks of its prompt, its pages, or whether a CUDA graph runs. False: they may. None: as
+        QUIRE_DETERMINISTIC or the switch of vLLM or SGLang says (docs/concepts/invariance.md).
 
     plan() reads the bits of a custom mask to find the KV tiles that need them: plan again when the mask changes.
 
@@ -244,10 +248,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
         qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
+        deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
-            variant_in(variant, jit_args, jit_kwargs),
+            variant_in(variant, jit_args, jit_kwargs), deterministic,
             qo_indptr_buf=qo_indptr_buf, paged_kv_indptr_buf=paged_kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
@@ -311,7 +316,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
             Hopper, which is faster. It rounds weights to that type, too: results then differ by 3 % of their norm, 16
             times as much as with a copy, whatever the number of keys. Not with use_cuda_graph=True.
         fixed_split_size, disable_split_kv: divide row tiles at multiples of so many tokens; do not divide them. With
-            either, the result of a request does not depend on the rest of the batch, bit for bit.
+            either, the result of a request does not depend on the rest of the batch, bit for bit. deterministic=True of
+            the constructor chooses a size, and promises more.
         operands: tensors and numbers, by name, that the mask of the constructor's variant reads. plan() reads them to
             find the KV tiles that need the mask: plan again when they change.
 

@@ -52,11 +52,13 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
         pos_encoding_mode: str = "NONE", q_data_type: str | torch.dtype = torch.bfloat16,
         kv_data_type: str | torch.dtype = torch.bfloat16, o_data_type: str | torch.dtype | None = None,
-        head_dim_qk: int = 128, head_dim_vo: int = 128, *, backend: str = "auto",
+        head_dim_qk: int = 128, head_dim_vo: int = 128, *, backend: str = "auto", deterministic: bool | None = None,
     ) -> None:  # fmt: skip
         if pos_encoding_mode != "NONE":
             refuse("NONE", pos_encoding_mode=pos_encoding_mode)
-        super().__init__(float_workspace_buffer, kv_layout, backend=backend, variant=causal_with_ranges)
+        super().__init__(
+            float_workspace_buffer, kv_layout, backend=backend, variant=causal_with_ranges, deterministic=deterministic
+        )
         self._built: dict[str, Any] = {
             "q_data_type": dtype_of(q_data_type, "q_data_type").torch,
             "kv_data_type": kv_dtype_of(kv_data_type, "kv_data_type").torch,

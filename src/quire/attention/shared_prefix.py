@@ -24,7 +24,7 @@ from quire.engine.device import OwnWorkspace, Workspace
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, OperandValue, operands_of_levels, unexpected, variant_of
 from quire.engine.operators import is_tracing
-from quire.engine.options import foreign, logits_options
+from quire.engine.options import foreign, logits_options, refuse_parts
 from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices, check_count
 from quire.engine.spec import AttentionSpec
@@ -33,6 +33,10 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.rewrite import variant_of_level, variant_without_mask
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
+
+
+#: What to do in place of an attention to shared keys and one to the others.
+_IN_PAGES = "put shared keys into pages of the cache, and plan BatchPrefillWithPagedKVCacheWrapper on all pages"
 
 
 def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
@@ -96,6 +100,7 @@ class _SharedPrefixWrapper:
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         sm_scale: float | None, operands: Mapping[str, Any], **options: Any,
     ) -> torch.Tensor:  # fmt: skip
+        refuse_parts(type(self).__name__, None, _IN_PAGES)
         if not is_tracing() and (joined := self._one_launch(k_shared, v_shared, sm_scale, **options)) is not None:
             unexpected("forward", operands)
             return _run_joined(joined, q, unique_kv_cache, _shared_rows(k_shared, v_shared, self._unique._layout))
@@ -282,6 +287,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
             raise ValidationError(f"{name}: expected 4 dimensions, those of k_unique first, got {list(tensor.shape)}.")
     token, head = (1, 2) if KVLayout.of(kv_layout) is KVLayout.NHD else (2, 1)
     batch, unique_len, num_kv_heads = k_unique.shape[0], k_unique.shape[token], k_unique.shape[head]
+    refuse_parts("batch_decode_with_shared_prefix_padded_kv_cache", None, _IN_PAGES)
     rows = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
     unique = BatchPrefillWithRaggedKVCacheWrapper(_scratch(q), "NHD", backend=backend)
     plan = partial(

@@ -147,6 +147,7 @@ class TableCall(NamedTuple):
             logits_options(head_dim_qk, self.logits_scale.number, self.window_left, None, *self.pos_encoding),
             q_len > 1, self._page_size, is_mla=self.q_nope is not None, tile_scales=self.ckv_scales is not None,
             variant=variant, cache_page=cache.page_size if self.is_selected else 1, max_logits=self.max_logits,
+            decodes=self.q_cu_seq_lens is None,
         )  # fmt: skip
 
     def _attend_rows(

@@ -56,7 +56,7 @@ def _attend_one(
     v_scale: Any, causal: bool = False, custom_mask: torch.Tensor | None = None,
     packed_custom_mask: torch.Tensor | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS, k_sf: torch.Tensor | None = None,
-    v_sf: torch.Tensor | None = None,
+    v_sf: torch.Tensor | None = None, deterministic: bool | None = None,
 ) -> Result:  # fmt: skip
     rows = {} if decode else {"qo_len": None}
     check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
@@ -70,6 +70,8 @@ def _attend_one(
         custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta,
         variant=variant, of_mask=of_mask,
     )  # fmt: skip
+    check_flags(deterministic=deterministic)
+    spec = spec._replace(options=spec.options._replace(decodes=decode, deterministic=deterministic))
     kv, scales = scaled((k, v), None if k_sf is None else (k_sf, v_sf), 0)
     options = RunOptions(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, others=scales, operands=of_score)
     result = AttentionCall(
@@ -117,7 +119,7 @@ def spec_of_one(
        int window_left, float? logits_soft_cap, str pos_encoding_mode, str kv_layout, str backend, float? q_scale,
        float? k_scale, float? v_scale, bool causal=False, Tensor? custom_mask=None,
        Tensor? packed_custom_mask=None, float? rope_scale=None, float? rope_theta=None, Tensor? k_sf=None,
-       Tensor? v_sf=None, str? variant=None, """
+       Tensor? v_sf=None, bool? deterministic=None, str? variant=None, """
     + OPERANDS
     + ") -> ()",
     tags=NOT_CAPTURABLE,
@@ -163,14 +165,16 @@ def single_prefill_with_kv_cache(
     sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
     kv_cache_sf: Any = None, k_scale: float | None = None, v_scale: float | None = None, *,
-    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, **operands: OperandValue,
+    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, deterministic: bool | None = None,
+    **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """Attention of one request, without a plan.
 
     q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
     first). custom_mask: bool [qo_len, kv_len]. kv_cache_sf: the scales (k_sf, v_sf) of keys and values of 4 bits, as in
     BatchPrefillWithPagedKVCacheWrapper.run(). variant: a quire.Variant, whose tensors and numbers are passed as
-    keywords. The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan() and run().
+    keywords. deterministic: as in the constructor of BatchPrefillWithPagedKVCacheWrapper. The other arguments are those of
+    its plan() and run().
 
     Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
     [qo_len, num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or UnsupportedError with each
@@ -188,7 +192,7 @@ def single_prefill_with_kv_cache(
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
         q_scale=scale_q, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
         packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta, variant=variant,
-        operands=operands, **_scales(kv_cache_sf, backend),
+        deterministic=deterministic, operands=operands, **_scales(kv_cache_sf, backend),
     )  # fmt: skip
 
 
@@ -266,12 +270,13 @@ def single_decode_with_kv_cache(
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
     v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None, **operands: OperandValue,
+    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None,
+    deterministic: bool | None = None, **operands: OperandValue,
 ) -> Result:  # fmt: skip
     """Decode attention of one request, without a plan.
 
     q: [num_qo_heads, head_dim]. k, v: [kv_len, num_kv_heads, head_dim] (HND: heads first). The other arguments are as
-    in BatchDecodeWithPagedKVCacheWrapper.plan() and run(). Returns o [num_qo_heads, head_dim], or (o, lse) with
+    in the constructor, plan() and run() of BatchDecodeWithPagedKVCacheWrapper. Returns o [num_qo_heads, head_dim], or (o, lse) with
     return_lse=True, lse [num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or
     UnsupportedError with each kernel's reason.
 
@@ -283,7 +288,7 @@ def single_decode_with_kv_cache(
         q, k, v, return_lse=return_lse, decode=True, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        variant=variant, operands=operands,
+        variant=variant, deterministic=deterministic, operands=operands,
     )  # fmt: skip
 
 

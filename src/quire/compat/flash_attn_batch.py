@@ -27,7 +27,7 @@ from quire.engine.checks import (
 from quire.engine.device import OwnWorkspace
 from quire.engine.graph import refuse_capture
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
-from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
+from quire.engine.options import PlanOptions, Types, heads, is_deterministic, logits_options, split_size
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets
@@ -193,7 +193,7 @@ def _attend(
     options = PlanOptions(
         *heads(q.shape[1], k.shape[-2]), dim, v.shape[-1], Types.of(q.dtype, k.dtype, None),
         logits_options(dim, softmax_scale, window, cap, bias.mode, None, None, chunks), causal, page_size,
-        split_size(None, num_splits == 1), qv is not None, bias.variant,
+        split_size(None, num_splits == 1 or is_deterministic(None)), qv is not None, bias.variant,
     )  # fmt: skip
     batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
     if not q.shape[0] and not batch.is_on_host:

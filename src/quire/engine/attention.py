@@ -27,6 +27,7 @@ from quire.engine.spec import AttentionSpec, within_limits
 from quire.engine.tensors import PagedCache
 from quire.errors import CacheMissError, PlanError, UnsupportedError
 from quire.kernels import PIN, Decision
+from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.features import KVLayout, PosEncodingMode
 
 
@@ -39,6 +40,7 @@ class Attention(PlannedRun):
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
+        spec = spec.settled()
         options = spec.options
         self.o_dtype = options.types.o.torch
         if spec.operands and options.variant is None:
@@ -66,6 +68,8 @@ class Attention(PlannedRun):
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         if graph is None and (rotates or options.types.kv.bits <= 8):
             self._prologue, note = self._choose_prologue(spec, rope_prologue if rotates else upcast)
+        elif rotates:
+            self._refuse_prologue(spec, "CUDA graphs have no such launch")
         try:
             self.spec = spec if spec.custom_mask is None else self._packed(spec)
             self._plan_options = options
@@ -116,8 +120,23 @@ class Attention(PlannedRun):
         if not kind.is_faster(plain, self.decision):
             return None, ""
         prologue, note = kind.fit_workspace(self._workspace, spec.indices, options, plain)
+        if prologue is None:
+            self._refuse_prologue(spec, note)
         self.decision = self.decision if prologue is None else plain
         return prologue, note
+
+    def _refuse_prologue(self, spec: AttentionSpec, reason: str) -> None:
+        """Refuse to rotate in the kernel where other batches of the same options would be rotated ahead of another."""
+        options, decision = spec.options, self.decision
+        if options.fixed_split_size != OWN_SPLITS or not rope_prologue.may_pay(options, decision, self._backend):
+            return
+        plain = spec._replace(options=rope_prologue.plain_options(options)).decide(self._device, self._backend)
+        if rope_prologue.is_faster(plain, decision):
+            raise UnsupportedError(
+                f"pos_encoding_mode: expected 'NONE' here with deterministic=True, got 'ROPE_LLAMA', for which "
+                f"{plain.kernel.name} computes on keys that were rotated ahead of it, and {reason}; rotate q and k before "
+                f"the call, or pass backend={PIN + decision.kernel.backend!r} in all calls, which rotates in the kernel."
+            )
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
         """`spec` with the mask packed into bits."""
@@ -165,9 +184,10 @@ class Attention(PlannedRun):
         key, schedule = self.decision.key, self._plan.schedule
         partial = partials_bytes(1, key.tile_rows, key.head_dim_vo)
         sizes = None if schedule is None else schedule.sizes
-        return Explanation.of(
-            self.decision, figures_of(sizes, self.decision, self.spec.indices.batch_size, partial), self._plan.note
-        )
+        figures = figures_of(sizes, self.decision, self.spec.indices.batch_size, partial)
+        if self._plan_options.deterministic:
+            figures["deterministic"] = "the bits of a request depend on that request alone"
+        return Explanation.of(self.decision, figures, self._plan.note)
 
     def placed_work(self) -> list[Placed]:
         """Which CTA computes what; PlanError if only the device knows the lengths."""
@@ -215,7 +235,7 @@ class Attention(PlannedRun):
 
 def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:
     """The bytes of workspace that a plan of `spec` needs; plans nothing."""
-    decision = None
+    spec, decision = spec.settled(), None
     if graph is not None:
         graph, decision = copy(graph), graph.decision
         spec = within_limits(graph, spec, backend)

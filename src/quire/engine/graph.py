@@ -137,12 +137,22 @@ class GraphState:
             if value != self._fixed[name]:
                 _refuse(name, self._fixed[name], value)
 
-    def tile_capacity(self, batch_size: int, qo_len: int, group_size: int, tile_rows: int, split: int) -> int:
-        """Row tiles of the largest batch within the limits; `split`: tokens of a fixed split, or 0."""
-        whole = batch_size * -(-qo_len * group_size // tile_rows)
+    @property
+    def partials(self) -> torch.Tensor | None:
+        """The memory of partial results of all plans."""
+        return self._partials
+
+    def tile_capacity(
+        self, batch_size: int, qo_len: int, group_size: int, tile_rows: int, split: int, most: int | None = None
+    ) -> int:
+        """Row tiles of the largest batch within the limits; `split`: tokens of a fixed split at least, or 0; `most`:
+        splits of a request.
+        """
         if qo_len == 0:
             whole = self.max_rows * group_size // tile_rows + batch_size
-        return whole * (self.max_tokens // split + 1) + batch_size if split else whole
+            return whole * (self.max_tokens // split + 1) + batch_size if split else whole
+        parts = self.max_tokens // split + batch_size if split else batch_size
+        return -(-qo_len * group_size // tile_rows) * min(parts, batch_size * (most or parts))
 
     def unit_capacity(self, tile: TileShape, group_size: int, tile_capacity: int) -> int:
         """Work units of a kv head that masks within the limits make at most: the sum of ceil(rows / tile.rows) *

@@ -18,6 +18,7 @@ import torch
 from quire.engine.schedule import Indices, Schedule, make_schedule
 from quire.errors import PlanError
 from quire.kernels import Decision
+from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.params import Partition, RowTile, ScheduleInput, ScheduleOutput
 
 if TYPE_CHECKING:
@@ -300,6 +301,8 @@ def figures_of(sizes: ScheduleOutput | None, decision: Decision, batch_size: int
 def _mode(sizes: ScheduleOutput, fixed_split_size: int) -> str:
     if fixed_split_size > 0:
         return f"row tiles divided at multiples of {fixed_split_size} keys"
+    if fixed_split_size == OWN_SPLITS and sizes.num_partials:
+        return "row tiles divided at multiples of as many keys as the kernel, or the length of the request, says"
     if sizes.is_dynamic:
         return f"{sizes.num_ctas} CTAs take whole row tiles, the longest first"
     if sizes.is_partitioned:

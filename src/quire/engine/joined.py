@@ -67,6 +67,43 @@ def join_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
     return AttentionSpec(indices, options._replace(cascade=True, causal=causal))
 
 
+def flat_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
+    """The batch of the last level, whose requests have all of their keys: those of the nodes of earlier levels above
+    them, and their own. Bits are then those of attention without levels.
+
+    Raises UnsupportedError if pages of shared levels are not full, or if a request is under several nodes of a level.
+    """
+    parts = [_of_level(level.indices) for level in levels]
+    own, options = parts[-1], levels[-1].options
+    begin, end = own.rows.view(-1, 2).unbind(1)
+    counts, firsts, before = [], [], 0
+    for i, part in enumerate(parts):
+        rows = part.rows.view(-1, 2)
+        node = torch.searchsorted(rows[:, 1].contiguous(), begin, right=True).clamp_(max=part.batch_size - 1)
+        node = torch.arange(own.batch_size, device="cpu") if part is own else node
+        if bool(((end > begin) & ((rows[node, 0] > begin) | (rows[node, 1] < end))).any()):
+            raise UnsupportedError(f"level {i}: expected the queries of each request under one node.")
+        count = part.kv_indptr.diff()[node]
+        if part is not own and bool(((count > 0) & (part.last_page_len[node] != own.page_size)).any()):
+            raise UnsupportedError(f"level {i}: expected last pages of {own.page_size} tokens, as {_FLAT}.")
+        counts.append(count), firsts.append(part.kv_indptr[node] + before)
+        before += part.pages.numel()
+    last = torch.where(counts[-1] > 0, own.last_page_len, torch.where(sum(counts) > 0, own.page_size, 0))
+    if options.causal and bool((counts[-1] * own.page_size - own.page_size + own.last_page_len < end - begin - 1).any()):
+        raise UnsupportedError(f"level {len(parts) - 1}: expected as many keys as queries under a causal mask, as {_FLAT}.")
+    lens, starts = torch.stack(counts, 1).flatten().long(), torch.stack(firsts, 1).flatten().long()
+    place = torch.arange(int(lens.sum()), device="cpu") + (starts - lens.cumsum(0) + lens).repeat_interleave(lens)
+    device = next((part.pages.device for part in parts if not part.pages.is_cpu), own.pages.device)
+    pages = torch.cat([part.pages.to(device) for part in parts])[place.to(device)]
+    kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), sum(counts).long().cumsum(0))).int()
+    qo_indptr = torch.cat((begin[:1], end)).contiguous()
+    flat = Indices(own.batch_size, qo_indptr, 0, kv_indptr, last.int(), pages, own.page_size)
+    return AttentionSpec(flat, options)
+
+
+_FLAT = "a deterministic cascade is one attention over all keys of a request"
+
+
 def check_kernel_for_prefix(spec: AttentionSpec, device: torch.device, backend: str) -> AttentionSpec:
     """`spec` of with_prefix(). UnsupportedError if no kernel takes it, or if its variant is not in a cache and cannot
     be compiled; the variants for two launches may be in the cache.
@@ -295,7 +332,7 @@ class FusedPod:
     def of(cls, spec: AttentionSpec, layout: KVLayout, decodes: Attention) -> FusedPod | None:
         """One launch of the prefill `spec` and of `decodes`; None if one after the other is as fast."""
         device = decodes.device
-        if decodes.spec.options.cascade:
+        if decodes.spec.options.cascade or decodes.spec.options.deterministic or spec.settled().options.deterministic:
             return None
         work, decode_work = Work.of(spec), Work.of(decodes.spec)
         if not (sms := sms_of_decode(work, decode_work, device)):

@@ -29,7 +29,9 @@ from quire.engine.checks import (
     refuse,
     scalar,
 )
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
+from quire.jit import config
+from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import SCALED_NUMBERS, TILE_DIMS, DType, PosEncodingMode, dtype_of, kv_dtype_of
 
@@ -138,7 +140,7 @@ class PlanOptions(NamedTuple):
     logits: LogitsOptions
     causal: bool
     page_size: int  #: 0: ragged
-    fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
+    fixed_split_size: int = 0  #: 0 automatic, -1 never split, OWN_SPLITS, else tokens
     is_mla: bool = False  #: head_dim_vo dims of each key are its value, too
     variant: Variant | None = None  #: of the caller's own
     cascade: bool = False  #: the batch is a tree of shared keys
@@ -150,6 +152,22 @@ class PlanOptions(NamedTuple):
     #: cache_page + index in the page.
     cache_page: int = 1
     max_logits: bool = False  #: with is_mla or on a CPU: lse has, behind the lse of a row, the maximum of its logits
+    #: Each call gives every request as many rows: steps of decode. Otherwise the rows of a request may be divided into
+    #: calls in any way, as the chunks of a prompt are, and must not decide anything where splits are fixed.
+    decodes: bool = False
+    deterministic: bool | None = None  #: bits of a request depend on it alone; None: as the environment says
+
+    def settled(self) -> PlanOptions:
+        """The same with `deterministic` decided, and splits that keep the promise unless the caller gave others."""
+        if not is_deterministic(self.deterministic):
+            return self
+        size, window = self.fixed_split_size, self.logits.window_left
+        if 0 < size < window and not self.decodes:
+            raise ValidationError(
+                f"fixed_split_size: expected at least window_left={window} keys beside deterministic=True, or None, got "
+                f"{size}: a window over three splits would be summed in an order that depends on the chunks of a prompt."
+            )
+        return self._replace(deterministic=True, fixed_split_size=size or OWN_SPLITS)
 
     @property
     def group_size(self) -> int:
@@ -188,6 +206,20 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
     return qo, kv
 
 
+def is_deterministic(given: bool | None) -> bool:
+    """What a caller said or, if nothing, what the environment says."""
+    return config.is_deterministic() if given is None else given
+
+
+def refuse_parts(name: str, deterministic: bool | None, instead: str) -> None:
+    """UnsupportedError if a deterministic call would sum parts of a request's keys that other calls sum as one."""
+    if is_deterministic(deterministic):
+        raise UnsupportedError(
+            f"{name}: expected no deterministic=True (or QUIRE_DETERMINISTIC=1, or an engine's switch): it attends to "
+            f"parts of the keys and adds the results, whose bits are not those of one attention; {instead}."
+        )
+
+
 _ABSENT: Any = object()  #: of an argument that plan() does not have
 
 
@@ -213,7 +245,7 @@ def plan_options(
     return PlanOptions(
         qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type), logits, causal,
         0 if page_size is _ABSENT else check_positive(page_size, "page_size"),
-        split_size(fixed_split_size, disable_split_kv),
+        split_size(fixed_split_size, disable_split_kv), decodes=q_len_per_req is not _ABSENT,
     )  # fmt: skip
 
 

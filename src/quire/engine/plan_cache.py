@@ -26,6 +26,7 @@ from quire.engine.replay import Recording, Replay, fits_of, getter
 from quire.engine.schedule import ScheduleCache
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import has_nested
+from quire.jit import config
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
 
@@ -84,7 +85,7 @@ def repeated(
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
     if recorded.call is not None or has_nested(tensors) or (stream and is_capturing(first.device)):
         return function(*args, **kwargs)
-    key = key, first.shape, stream, torch.is_grad_enabled()
+    key = key, first.shape, stream, torch.is_grad_enabled(), config.is_deterministic()
     if sources:
         versions = versions_of(sources)
         if versions is None:

@@ -33,7 +33,7 @@ from quire.errors import PlanError, ValidationError
 from quire.jit import CudaModule, HostModule, Module, get_module, host_target, without_matrix_unit
 from quire.jit.unit import Spec
 from quire.kernels import Decision, TileShape
-from quire.kernels.attention import with_operands
+from quire.kernels.attention import MOST_OWN_SPLITS, OWN_SPLITS, with_operands
 from quire.kernels.expressions.cxx import operands_struct
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
@@ -106,13 +106,10 @@ class _PlanTemplate(NamedTuple):
         num_bytes = num_partials * self.partial_bytes
         return OwnPartials(num_bytes, num_bytes - num_partials * self.tile.rows * 8) if num_bytes else None
 
-    def set_partials(self, p: AttentionParams, workspace: Workspace, num_partials: int) -> torch.Tensor:
-        """Reserve the workspace."""
-        num_bytes = num_partials * self.partial_bytes
-        partials = workspace.take(num_bytes)
+    def set_partials(self, p: AttentionParams, partials: torch.Tensor, num_partials: int) -> None:
+        """Where the partial results are."""
         p.partial_o = at = partials.data_ptr()
-        p.partial_md = at + num_bytes - num_partials * self.tile.rows * 8
-        return partials
+        p.partial_md = at + num_partials * (self.partial_bytes - self.tile.rows * 8)
 
 
 def plan_template(
@@ -125,13 +122,12 @@ def plan_template(
     key = ctas, tile_capacity, divided
     template = decision.templates.get(key)
     if template is None:
-        options = options if divided else options._replace(fixed_split_size=-1)
-        template = decision.templates[key] = _new_template(decision, options, device, ctas, tile_capacity)
+        template = decision.templates[key] = _new_template(decision, options, device, ctas, tile_capacity, divided)
     return template
 
 
 def _new_template(
-    decision: Decision, options: PlanOptions, device: torch.device, ctas: int, tile_capacity: int
+    decision: Decision, options: PlanOptions, device: torch.device, ctas: int, tile_capacity: int, divided: bool
 ) -> _PlanTemplate:
     kernel, key = decision.kernel, decision.key
     tile = kernel.tile(key)
@@ -146,9 +142,11 @@ def _new_template(
     if options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA:
         frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
         base.rope_frequencies = frequencies.data_ptr()
+    base.rows_vary = int(bool(options.fixed_split_size) and not options.decodes)
+    splits = kernel.splits(decision.problem, tile, options.logits.window_left) if divided else {"fixed_split_size": -1}
     schedule = schedule_input(
         num_kv_heads=options.num_kv_heads, group_size=options.group_size, page_size=options.page_size or 1, tile=tile,
-        mask=key.mask, window_left=options.logits.window_left, max_ctas=ctas, fixed_split_size=options.fixed_split_size,
+        mask=key.mask, window_left=options.logits.window_left, max_ctas=ctas, **splits,
         tile_capacity=tile_capacity, **kernel.schedule_input(key),
     )  # fmt: skip
     partial_bytes = partials_bytes(1, tile.rows, key.head_dim_vo)
@@ -166,8 +164,12 @@ def _template_for(
     if isinstance(module, HostModule):
         ctas = get_num_threads()  # which a program may change
     if graph is not None:
-        rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
-        capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
+        tile = decision.kernel.tile(decision.key)
+        splits = decision.kernel.splits(decision.problem, tile, options.logits.window_left)
+        most = MOST_OWN_SPLITS if "splits_by_length" in splits else None
+        capacity = graph.tile_capacity(
+            indices.batch_size, indices.qo_len, options.group_size, tile.rows, max(0, splits["fixed_split_size"]), most
+        )
     ctas = ctas * options.sms // max_ctas(device, 1) if options.sms else ctas
     return module, plan_template(decision, options, device, ctas // decision.ctas_per_tile or 1, capacity)
 
@@ -215,7 +217,9 @@ def make_plan(
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
     partials = None
     if not for_one_call:
-        partials = template.set_partials(base, workspace, s.num_partials)
+        partials, told = _partials(template, options, workspace, graph, s.num_partials)
+        template.set_partials(base, partials, s.num_partials)
+        note = note or told
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
     mask_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
@@ -253,6 +257,20 @@ def make_plan(
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
         schedule_input=template.schedule, own_partials=template.own_partials(s.num_partials) if for_one_call else None,
     )  # fmt: skip
+
+
+def _partials(
+    template: _PlanTemplate, options: PlanOptions, workspace: Workspace, graph: GraphState | None, num_partials: int
+) -> tuple[torch.Tensor, str]:
+    """Memory for partial results, and a note for explain(). Where splits must not depend on the batch, torch gives what
+    the workspace does not hold.
+    """
+    num_bytes = template.partials_bytes(num_partials)
+    if options.fixed_split_size != OWN_SPLITS or num_bytes <= workspace.most_bytes:
+        return workspace.take(num_bytes), ""
+    known = None if graph is None else graph.partials
+    memory = OwnWorkspace(workspace.device).take(num_bytes) if known is None else known
+    return memory, f"workspace: {num_bytes} bytes of partial results are in memory of torch's, as they do not fit into it"
 
 
 def _fill(

@@ -21,6 +21,7 @@ from quire.engine.rotate import Angles, Heads, Rotation
 from quire.engine.schedule import Indices, measure_schedule, schedule_input
 from quire.errors import ValidationError
 from quire.kernels import PIN, Decision
+from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.features import PosEncodingMode, View
 from quire.kernels.params import RopeParams
 
@@ -124,13 +125,14 @@ def plain_options(options: PlanOptions) -> PlanOptions:
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     """Whether a separate rotation is possible and may be faster: the options ask for RoPE, prompts are long, the caller
-    has forced no kernel, and results may depend on the rest of the batch, as the choice of the kernel then does.
+    has forced no kernel, and results may depend on the rest of the batch, as the choice of the kernel then does. With
+    splits of the kernel's own every batch but decode is rotated ahead, however few its rows are.
     """
+    may_depend = not options.fixed_split_size and decision.problem.rows >= _LEAST_ROWS
     return (
         not backend.startswith(PIN)
         and decision.problem.on_cuda
-        and decision.problem.rows >= _LEAST_ROWS
-        and not options.fixed_split_size
+        and (may_depend or (options.fixed_split_size == OWN_SPLITS and not options.decodes))
         and options.types.q == options.types.kv == options.types.o
         and options.head_dim_qk == options.head_dim_vo
     )

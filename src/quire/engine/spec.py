@@ -144,8 +144,12 @@ class AttentionSpec(NamedTuple):
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
         rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
-        uniform = self.indices.qo_indptr is None
-        return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
+        return _decide(str(backend), device, options, self.mask, same_rows(rows))
+
+    def settled(self) -> AttentionSpec:
+        """The same, with what the environment says of determinism."""
+        options = self.options.settled()
+        return self if options is self.options else self._replace(options=options)
 
     def record(self, decision: Decision, layout: KVLayout, device: torch.device) -> None:
         """Append this batch to the record, if it is the first of its size for the variant (see `quire bench`)."""
@@ -214,11 +218,12 @@ def _lens(indices: Indices | Lengths) -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=4096)
 def _decide(
-    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
+    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int
 ) -> Decision:
     problem = AttentionProblem(
-        target=target_of(device, matrix_unit=True), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
-        group_size=options.group_size, fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
+        target=target_of(device, matrix_unit=True), mask=mask, **planned_features(options), rows=rows,
+        uniform=options.decodes, group_size=options.group_size, fixed_split_size=options.fixed_split_size,
+        is_mla=options.is_mla,
     )  # fmt: skip
     decision = decide(problem, backend)
     portable = without_matrix_unit(problem.target)

@@ -97,6 +97,7 @@ class _SingleKeywords(TypedDict, total=False):
     rope_theta: float | None
     k_scale: float | None
     v_scale: float | None
+    deterministic: bool | None
 
 
 class SingleDecodeKeywords(_SingleKeywords, total=False):
@@ -250,12 +251,17 @@ class AttentionWrapper(EngineAttributes):
         which forces a kernel: "quire:fa2".
     variant: a custom quire.Variant; jit_args and jit_kwargs accept it, too. plan() then takes the tensors and numbers
         that its mask reads, by name, and run() those that only its score reads.
+    deterministic: with True the bits of a request's result depend on that request alone, with False they may depend on
+        the rest of the batch. None: as QUIRE_DETERMINISTIC says or, if it is unset, the switches of vLLM and SGLang.
+        See docs/concepts/invariance.md.
     """
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str,
-        variant: Variant | None = None, **buffers: torch.Tensor | None,
+        variant: Variant | None = None, deterministic: bool | None = None, **buffers: torch.Tensor | None,
     ) -> None:  # fmt: skip
+        check_flags(deterministic=deterministic)
+        self._deterministic = deterministic
         self._layout = KVLayout.of(kv_layout)
         self._backend, self._variant = backend, variant
         self._buffers = buffers
@@ -344,6 +350,8 @@ class AttentionWrapper(EngineAttributes):
         """Plan what plan() was asked for; for spec_of(), only note it."""
         if self._variant is not None:
             spec = spec._replace(options=spec.options._replace(variant=self._variant))
+        if self._deterministic is not None:
+            spec = spec._replace(options=spec.options._replace(deterministic=self._deterministic))
         if self._specs is not None:
             self._specs.append(spec)
             return

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -258,6 +259,24 @@ def flash_attn_overlay() -> str:
 def ask_for_overlays() -> None:
     """Set QUIRE_FLASH_ATTN and QUIRE_FLASHINFER to "on", for this process and for those that it starts."""
     os.environ.update(QUIRE_FLASH_ATTN="on", QUIRE_FLASHINFER="on")
+
+
+#: What engines set where the bits of a request must not depend on other requests.
+_ENGINE_SWITCHES = (b"VLLM_BATCH_INVARIANT", b"SGLANG_ENABLE_DETERMINISTIC_INFERENCE")
+#: The dictionary behind os.environ: each plan() looks for three names, which os.environ takes microseconds to miss.
+_environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
+
+
+def is_deterministic() -> bool:
+    """QUIRE_DETERMINISTIC: whether the bits of a request depend on that request alone; unset: as engines' switches say,
+    VLLM_BATCH_INVARIANT and SGLang's SGLANG_ENABLE_DETERMINISTIC_INFERENCE.
+    """
+    if b"QUIRE_DETERMINISTIC" in _environment and (value := _read("QUIRE_DETERMINISTIC")) is not None:
+        if value not in ("0", "1"):
+            raise _invalid("QUIRE_DETERMINISTIC", value, "0 or 1")
+        return value == "1"
+    said = (_environment[name].strip().lower() for name in _ENGINE_SWITCHES if name in _environment)
+    return any(value in (b"1", b"true", b"yes", b"on") for value in said)
 
 
 def reports_progress() -> bool:

@@ -42,8 +42,10 @@ class AttentionProblem(Features):
 
     rows: int  #: packed rows (qo_len * group_size) of a typical request, rounded by same_rows()
     group_size: int = 1  #: query heads of a KV head
-    uniform: bool = True  #: all requests have the same number of rows
-    fixed_split_size: int = 0  #: tokens of a split; -1: never split (no request influences another); 0: automatic
+    uniform: bool = True  #: rows of a request are part of what is asked for: all requests have as many, as in decode
+    #: tokens of a split; -1: never split; OWN_SPLITS: as the kernel says; 0: automatic. Only with 0 requests influence
+    #: each other.
+    fixed_split_size: int = 0
     is_mla: bool = False  #: latent attention: keys and values are one cache, see MLA_OPERANDS
 
     def __str__(self) -> str:
@@ -71,6 +73,10 @@ class TileShape(NamedTuple):
 
 #: Head dims of a key and of a value in latent attention (MLA).
 MLA_DIMS = (576, 512)
+#: In place of a fixed split size: that of the kernel.
+OWN_SPLITS = -2
+#: Tokens of the shortest splits that splits_of() in core/schedule.h makes, and the largest number of them.
+LEAST_OWN_SPLIT, MOST_OWN_SPLITS = 256, 32
 #: The only head dim above 256 that tensor-core kernels take.
 WIDE_HEAD_DIM = 512
 #: The exports of a GPU kernel: threads of a CTA, CTAs per SM, bytes of dynamic shared memory.
@@ -161,6 +167,10 @@ class AttentionKernel:
     #: its own plan memory, in bytes per work unit of a KV head, and the operation that fills it in plan()
     unit_bytes: Callable[[AttentionKey], int] = lambda _: 0
     operation: Callable[[AttentionKey], OperationKey | None] = lambda _: None
+    #: tokens of its own fixed splits (OWN_SPLITS), or of those of a window that is no longer; 0: as many as
+    #: splits_of() in core/schedule.h says, by the length of a request. Large ones spare memory and merges, small ones
+    #: give more CTAs to a few requests.
+    own_split: int = 16384
     #: fills the fields of `params` that only this kernel has, from the scheduler's input and output and the addresses
     #: of the schedule and of that memory; returns the parameters of the operation, and its number of CTAs
     fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
@@ -211,6 +221,21 @@ class AttentionKernel:
         """Its parameter struct for `key`: `params`, followed by the operands of the variant, if it has any."""
         own, behind = self._own_params(key), operands_behind(key)
         return own if behind is None else with_operands(own, behind)
+
+    def splits(self, problem: AttentionProblem, tile: TileShape, window_left: int) -> Mapping[str, int]:
+        """The scheduler's input that says where row tiles are divided.
+
+        A row of a window sees at most two splits of the kernel's own size, so that the order of their sum is the same
+        whatever the first split of its row tile is.
+        """
+        if problem.fixed_split_size != OWN_SPLITS:
+            return {"fixed_split_size": problem.fixed_split_size}
+        if self.own_split == 0:
+            return {"fixed_split_size": LEAST_OWN_SPLIT, "splits_by_length": 1}
+        size = self.own_split - self.own_split % tile.kv
+        while size < window_left:
+            size *= 2
+        return {"fixed_split_size": size}
 
     def planning(self, key: AttentionKey) -> OperationKey | None:
         """The operation that plan() launches for `key`: it fills the kernel's own plan memory."""
@@ -345,8 +370,21 @@ def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ..
 
 
 def first_tile_without_neighbours(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """first_tile_that_holds(), or the lowest row tile if requests must not influence each other."""
-    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
+    """first_tile_that_holds(). If requests must not influence each other, the lowest row tile for steps of decode, and
+    else the highest whose KV tile divides the splits.
+    """
+    if not problem.fixed_split_size:
+        return first_tile_that_holds(problem, shapes)
+    size = max(0, problem.fixed_split_size)
+    fitting = [shape.rows for shape in shapes if size % shape.kv == 0] or [shapes[0].rows]
+    return fitting[0 if problem.uniform else -1]
+
+
+def rows_that_decide(problem: AttentionProblem) -> int:
+    """The rows by which a kernel may be chosen: those of one query where splits are fixed and the rows of a request may
+    be divided into calls in any way.
+    """
+    return problem.group_size if problem.fixed_split_size and not problem.uniform else problem.rows
 
 
 def is_blackwell(problem: AttentionProblem) -> bool:

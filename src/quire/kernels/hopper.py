@@ -119,8 +119,13 @@ def _has_distance_bias(problem: AttentionProblem) -> bool:
 
 
 def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
-    return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
+    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other; of
+    these high ones over 8-bit keys of more than 64 dims, which are widened again for each row tile.
+    """
+    if problem.fixed_split_size:
+        widest = max(problem.head_dim_qk, problem.head_dim_vo)
+        return shapes[-1 if problem.kv.bits == 8 and widest > 64 else 0].rows
+    return shapes[0].rows if problem.rows <= 2048 else shapes[-1].rows
 
 
 def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
@@ -323,6 +328,8 @@ def _reject_fp8(problem: AttentionProblem) -> str | None:
         return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
     if problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None:
         return "it has no position encodings and no custom variants"
+    if problem.fixed_split_size and _page_size_fp8(problem) == ANY_PAGE_SIZE:
+        return f"page_size={problem.page_size}: with fixed splits it takes pages of a multiple of 8, as its KV tile differs"
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim % 32:
             return f"{name}={dim}: its matrix instruction takes multiples of 32"

@@ -15,11 +15,13 @@ from quire.kernels.attention import (
     first_tile_without_neighbours,
     mla_reason,
     mla_tensor_core_reason,
+    rows_that_decide,
 )
 from quire.kernels.features import ANY_PAGE_SIZE, SCALED_MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params, AttentionMlaParams, ScheduleInput, ScheduleOutput
 
 _ROWS = 64  #: of a CTA
+_OWN_SPLIT = 4096  #: tokens: there is one KV head, so that few row tiles fill no GPU
 _ATOM_BITS = 1024  #: of a swizzled row
 _PARTS = 4  #: of the latents of a KV tile; if pages hold whole KV tiles, each part is a TMA box
 
@@ -32,8 +34,8 @@ def _reject_fa3(problem: AttentionProblem) -> str | None:
 
 def _yields(problem: AttentionProblem) -> str | None:
     """Row tiles have 64 rows, so few rows pay for the products of all, and products do not hide the time of scaling."""
-    if problem.tile_scales and problem.rows <= 16:
-        return f"rows={problem.rows}: fa2 is as fast with scales of latents"
+    if problem.tile_scales and (rows := rows_that_decide(problem)) <= 16:
+        return f"rows={rows}: fa2 is as fast with scales of latents"
     return None
 
 
@@ -72,7 +74,7 @@ def _page_size_fa3(problem: AttentionProblem) -> int:
 
 def _choose_rows_fa3(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
     """Two CTAs that read the same keys at the same time read them from memory once, if rows fill both."""
-    return _ROWS if problem.rows % (2 * _ROWS) else 2 * _ROWS
+    return _ROWS if rows_that_decide(problem) % (2 * _ROWS) else 2 * _ROWS
 
 
 def fill(
@@ -105,6 +107,7 @@ MLA_FA3 = AttentionKernel(
     has_gaps=True,
     pdl=True,
     schedule_input=lambda _: {"start_cost": 88},
+    own_split=_OWN_SPLIT,
     fill=fill,
 )
 
@@ -152,6 +155,7 @@ MLA_DECODE = AttentionKernel(
     has_gaps=True,
     pdl=True,
     schedule_input=lambda _: {"start_cost": 24},
+    own_split=0,
     fill=fill,
 )
 
@@ -170,6 +174,11 @@ def _tiles_fa2(problem: AttentionProblem) -> tuple[TileShape, ...]:
     )
 
 
+def _choose_rows_fa2(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    rows = rows_that_decide(problem)
+    return next((shape.rows for shape in shapes if rows <= shape.rows), shapes[-1].rows)
+
+
 MLA_FA2 = AttentionKernel(
     name="attention_mla_fa2",
     backend="fa2",
@@ -178,7 +187,8 @@ MLA_FA2 = AttentionKernel(
     on_cuda=True,
     reject=partial(mla_tensor_core_reason, takes_8_bit_kv=True, takes_variants=True),
     tiles=_tiles_fa2,
-    choose_rows=first_tile_that_holds,
+    choose_rows=_choose_rows_fa2,
+    own_split=_OWN_SPLIT,
     operands=SCALED_MLA_OPERANDS,
     params=AttentionMlaParams,
     schedule_input=lambda _: {"start_cost": 20},

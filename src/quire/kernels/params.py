@@ -106,6 +106,7 @@ class AttentionParams(ctypes.Structure):
         ("window_left", c_int32),
         *((name, c_float) for name in ("logits_scale", "tanh_scale", "logits_cap", "o_scale", "lse_unit")),
         ("plan_is_resident", c_int32),
+        ("rows_vary", c_int32),
         ("rope_frequencies", c_void_p),
     )
 
@@ -236,7 +237,7 @@ class ScheduleInput(ctypes.Structure):
         *((name, c_int64) for name in ("capacity", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "mask_mode", "window_left", "start_cost", "max_ctas")),
-        *((name, c_int32) for name in ("fixed_split_size", "has_tile_counter", "l2_tokens")),
+        *((name, c_int32) for name in ("fixed_split_size", "splits_by_length", "has_tile_counter", "l2_tokens")),
         *((name, c_int32) for name in ("num_shared_nodes", "arrives_late", "tile_capacity")),
     )
 

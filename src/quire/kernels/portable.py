@@ -143,6 +143,7 @@ DECODE = AttentionKernel(
     has_cascades=True,
     scaled_params=AttentionScaledParams,
     schedule_input=lambda _: {"start_cost": 20},
+    own_split=0,
     pdl=True,
     notes_times=True,
 )

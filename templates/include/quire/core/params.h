@@ -116,6 +116,9 @@ struct AttentionParams {
   // 1: tiles and partitions were on the device before the preceding launch began, so that they may be read while that
   // launch runs. 0: the preceding kernel may have written them.
   int32_t plan_is_resident;
+  // 1: other calls may give a request other rows, and the result of a row must not depend on how many there are: CPUs
+  // compute few rows as they do many.
+  int32_t rows_vary;
   // RoPE: [head_dim_qk / 2] the frequency of each pair of dims, in turns per token (core/rope.h); else null
   const uint64_t* rope_frequencies;
 };

@@ -16,6 +16,18 @@
 
 namespace quire {
 
+// Tokens of the fixed splits of a request of `kv_len` tokens, for kernels of decode: what a request of any length needs
+// to keep many CTAs busy alone, but no more starts and merges than many requests together can bear. There are 32 splits
+// at most (MOST_OWN_SPLITS in quire/kernels/attention.py), and none has fewer than 256 tokens (LEAST_OWN_SPLIT).
+QUIRE_HD int splits_of(int kv_len) {
+  if (kv_len <= 512) return 512;
+  if (kv_len <= 2048) return 256;
+  if (kv_len < 4096) return 512;
+  int64_t tokens = 1024;
+  while (32 * tokens < kv_len) tokens *= 2;
+  return static_cast<int>(tokens);
+}
+
 QUIRE_HD int tile_units(const RowTile& tile) { return max(1, tile.kv_end - tile.kv_begin); }
 
 // Sets the KV tiles that the rows of a row tile can see. p: the scheduler's parameters, with the mask and the tile

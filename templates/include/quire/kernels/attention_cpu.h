@@ -139,7 +139,7 @@ struct AttentionCpu {
   }
 
   static void attend(const AttentionParams& p, const WorkTile* works, int heads, Scratch& scratch) {
-    if (!kCopiesRows && cpu::Rows(p, *works, kTileRows).count <= kFewRows) {
+    if (!kCopiesRows && p.rows_vary == 0 && cpu::Rows(p, *works, kTileRows).count <= kFewRows) {
       if constexpr (!kCopiesRows) stream_work_tiles(p, works, heads, scratch);
       return;
     }
@@ -366,21 +366,24 @@ struct AttentionCpu {
     if (visible.empty()) return;
     const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin}, whole = cpu::whole_tiles(keys);
     x.tiles.template score<kRowTiles>(x.s, row, whole);
-    const bool plain = LogitsTransform<V, cpu::Math>::kIsIdentity && whole.begin == keys.begin &&
-                       whole.end == keys.end && c.full(row, row + count - 1, visible) &&
-                       cpu::SoftmaxTile<kVo>::takes(c.logits.q_scale());
+    const bool scales = LogitsTransform<V, cpu::Math>::kIsIdentity && cpu::SoftmaxTile<kVo>::takes(c.logits.q_scale());
+    const bool plain = scales && whole.begin == keys.begin && whole.end == keys.end &&
+                       c.full(row, row + count - 1, visible);
     if (!plain) cpu::describe_panel(x.panel, c.logits, row, count, tile.begin);
     for (int i = 0; i < kRowTiles; ++i) {
       const int at = row + i * cpu::kTileSide;
       cpu::SoftmaxTile<kVo> softmax = {x.tiles.weights(i), x.s + i * (kTileKv * cpu::kTileSide), x.m + at, x.d + at,
                                        x.o + at * kVo};
+      const auto score = [&](cpu::Floats s, int key) {
+        const cpu::RowLanes<V, decltype(x.panel)> lanes = {c.logits, x.panel, i * cpu::kTileSide, tile.begin, key};
+        return cpu::score_logits<true>(c.logits, s, lanes);
+      };
       if (plain) {
         softmax.of_all(whole, c.logits.q_scale());
+      } else if (scales) {
+        softmax.template of<true>(keys, c.logits.q_scale(), score);
       } else {
-        softmax.of(keys, [&](cpu::Floats s, int key) {
-          const cpu::RowLanes<V, decltype(x.panel)> lanes = {c.logits, x.panel, i * cpu::kTileSide, tile.begin, key};
-          return cpu::score_logits<true>(c.logits, s * c.logits.q_scale(), lanes);
-        });
+        softmax.template of<false>(keys, 1.0f, [&](cpu::Floats s, int key) { return score(s * c.logits.q_scale(), key); });
       }
     }
     if (finite) {

@@ -154,6 +154,8 @@ class AttentionDecode {
     tile_ = next.kv_begin, kv_end_ = next.kv_end;
     o_.clear();  // again, so that zeros take no registers while queries are loaded
     softmax_.clear();
+    // The keys of the next split may follow: rotations begin anew, as in a CTA that computes it alone.
+    if constexpr (kRuns) rotations_.expected = -1;
     if constexpr (Shape::kQueryBytes > 0)
       Cta::sync();
     else

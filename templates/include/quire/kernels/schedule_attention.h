@@ -99,8 +99,16 @@ struct ScheduleAttention {
     return qo_end(b) * in_.group_size > INT32_MAX ? ScheduleError::kTooManyRows : ScheduleError::kNone;
   }
 
+  // Tokens of the fixed splits of a request; 0: its row tiles are not divided in advance.
+  int split_tokens(int kv_len) const {
+    return in_.splits_by_length != 0 ? splits_of(kv_len) : max(0, in_.fixed_split_size);
+  }
+
   // Parts of each row tile of a request, at most.
-  int64_t max_parts(int b) const { return in_.fixed_split_size > 0 ? kv_length(b) / in_.fixed_split_size + 1 : 1; }
+  int64_t max_parts(int b) const {
+    const int kv_len = kv_length(b), tokens = split_tokens(kv_len);
+    return tokens > 0 ? kv_len / tokens + 1 : 1;
+  }
 
   // Calls emit(RowTile&) for each row tile, in order of requests and rows.
   template <class Emit>
@@ -121,7 +129,7 @@ struct ScheduleAttention {
   // that the places do not depend on where a window begins.
   template <class Emit>
   void emit_parts(RowTile tile, int& partials, int& groups, Emit& emit) const {
-    const int step = in_.fixed_split_size > 0 ? in_.fixed_split_size / in_.tile_kv : 0;
+    const int step = split_tokens(tile.kv_len) / in_.tile_kv;
     const int first = step ? tile.kv_begin / step : 0,
               last = step ? (max(tile.kv_end, tile.kv_begin + 1) - 1) / step : 0;
     if (first == last) return emit(tile);
@@ -147,10 +155,10 @@ struct ScheduleAttention {
     if (max(all, partials * in_.tile_rows) > INT32_MAX) return fail(ScheduleError::kTooManyUnits);
     out_.num_tiles = static_cast<int32_t>(tiles);
     out_.work_per_head = static_cast<int32_t>(units);
-    const bool whole = in_.fixed_split_size != 0 || whole_tiles_suffice(tiles, units, longest);
+    const bool whole = in_.fixed_split_size != 0 ? !are_short(tiles, units) : whole_tiles_suffice(tiles, units, longest);
     out_.is_partitioned = !whole;
     out_.is_dynamic = 0;
-    counts_starts_ = !whole && starts_matter(longest);
+    counts_starts_ = in_.fixed_split_size == 0 && !whole && starts_matter(longest);
     out_.num_ctas = static_cast<int32_t>(whole ? tiles * in_.num_kv_heads : most_partitions(static_cast<int>(all)));
     out_.heads_per_l2_group = heads_per_l2_group();
     if (in_.tile_capacity > 0) measure_for_graph(whole, partials, groups);
@@ -194,6 +202,13 @@ struct ScheduleAttention {
     if (units <= tiles * max(1, min(in_.start_cost, kMostShort))) return units == 0 || in_.has_tile_counter != 0;
     const int64_t all = units * in_.num_kv_heads, wave = static_cast<int64_t>(longest) * in_.max_ctas;
     return 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
+  }
+
+  // The same of row tiles that were divided in advance, of which a partition has several whole ones. Without a start
+  // cost a CTA gains nothing from the next one's keys.
+  bool are_short(int64_t tiles, int64_t units) const {
+    return in_.start_cost > 0 && in_.has_tile_counter == 0 && units > 0 &&
+           units <= tiles * min(in_.start_cost, kMostShort);
   }
 
   // Whether a partition's cost counts the starts that it really has, rather than starts spread evenly over units. It

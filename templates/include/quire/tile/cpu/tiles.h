@@ -295,28 +295,29 @@ struct SoftmaxTile {
   uint32_t* p;
   float *s, *m, *d, *o;
 
-  // score(x, key) turns q . k of these rows into base-2 exponents. Keys outside `keys`, up to whole tiles, get weights
-  // of 0.
-  template <class Score>
-  void of(KeyRange keys, Score&& score) {
+  // score(x, key) turns q . k of these rows into base-2 exponents or, with kScales, into these divided by `factor`. Keys
+  // outside `keys`, up to whole tiles, get weights of 0.
+  template <bool kScales, class Score>
+  void of(KeyRange keys, float factor, Score&& score) {
     Floats top = broadcast(-kInfinity);
     for_each_logit(s, keys, 1, kTileSide, [&](Floats x, int key) {
       x = score(x, key);
-      top = maximum(top, x);
+      top = maximum(top, kScales ? x * factor : x);
       return x;
     });
     const KeyRange whole = whole_tiles(keys);
     for (int key = whole.begin; key < keys.begin; ++key) store(s + key * kTileSide, broadcast(-kInfinity));
     for (int key = keys.end; key < whole.end; ++key) store(s + key * kTileSide, broadcast(-kInfinity));
     const Floats base = raise_maximum(top);
-    weigh<false>(whole, 1.0f, base);
+    weigh<kScales>(whole, factor, base);
   }
 
   // Whether of_all() may be called with this factor. Its multiply-add rounds once, so that the largest logit may exceed
   // the maximum by a rounding error: too much for exp2 if logits exceed 2^30.
   static bool takes(float factor) { return factor <= 0x1p16f; }
 
-  // Softmax if all rows see all `keys`, which are whole tiles, and a logit is q . k times `factor`.
+  // Softmax if all rows see all `keys`, which are whole tiles, and a logit is q . k times `factor`. The weights are those
+  // of of<true>(), bit for bit, which rows have beside others that do not see all keys.
   void of_all(KeyRange keys, float factor) {
     Floats top = broadcast(-kInfinity), top_odd = top;
     for (int key = keys.begin; key < keys.end; key += 2) {

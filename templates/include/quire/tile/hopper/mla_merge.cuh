@@ -38,7 +38,8 @@ struct MergeCounters {
 // wgmma leaves them: two columns of row lane / 4 and of the one 8 below.
 //
 // A turn of a merge: 16 rows, and kBlocks blocks for each of 8 warps; kParts partials of each on their way at a time.
-// The four lanes that share rows divide the partials' states.
+// The four lanes that share rows divide the partials' states. Partials are added four at a time, from the first on,
+// whatever kParts is: the bits of a row do not depend on how many partials follow that have none of its keys.
 template <class V, int kBlocks, int kParts>
 QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int turn,
                              int thread) {
@@ -76,26 +77,21 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = m[h], weight[kStates];
-#pragma unroll
-      for (int i = 0; i < kStates; ++i) top = fmaxf(top, state[h][i].x);
-      top = quad_max(top);
-      const float keep = ptx::ex2(m[h] - top);
-      m[h] = top, d[h] *= keep;
-#pragma unroll
-      for (int n = 0; n < 2 * kBlocks; ++n) o[h][n / 2][n % 2] *= keep;
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {
-        weight[i] = ptx::ex2(state[h][i].x - top);
-        d[h] = fmaf(weight[i], state[h][i].y, d[h]);
-      }
+        const float top = quad_max(fmaxf(m[h], state[h][i].x)), keep = ptx::ex2(m[h] - top);
+        const float weight = ptx::ex2(state[h][i].x - top);
+        m[h] = top, d[h] = fmaf(weight, state[h][i].y, d[h] * keep);
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const float w = __shfl_sync(0xffffffffu, weight[i / 4], lane / 4 * 4 + i % 4);
+        for (int n = 0; n < 2 * kBlocks; ++n) o[h][n / 2][n % 2] *= keep;
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          o[h][n][0] = fmaf(w, h == 0 ? part[i][n].x : part[i][n].z, o[h][n][0]);
-          o[h][n][1] = fmaf(w, h == 0 ? part[i][n].y : part[i][n].w, o[h][n][1]);
+        for (int j = 4 * i; j < min(4 * i + 4, kParts); ++j) {
+          const float w = __shfl_sync(0xffffffffu, weight, lane / 4 * 4 + j % 4);
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n) {
+            o[h][n][0] = fmaf(w, h == 0 ? part[j][n].x : part[j][n].z, o[h][n][0]);
+            o[h][n][1] = fmaf(w, h == 0 ? part[j][n].y : part[j][n].w, o[h][n][1]);
+          }
         }
       }
     }
@@ -119,7 +115,7 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   }
 }
 
-// Chooses the number of columns in a turn. One turn for each CTA is best: a group with many partials, and so many CTAs,
+// Chooses the number of columns in a turn; the sums are the same. One turn for each CTA is best: a group with many partials, and so many CTAs,
 // has turns of fewer columns. With two partials, one CTA has mostly gone on to other work: the other CTA merges alone,
 // all columns in one turn.
 template <class V>
