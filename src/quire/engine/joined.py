@@ -75,7 +75,7 @@ def flat_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
     """
     parts = [_of_level(level.indices) for level in levels]
     own, options = parts[-1], levels[-1].options
-    begin, end = own.rows.view(-1, 2).unbind(1)
+    begin, end = own.rows.view(-1, 2).t().contiguous()
     counts, firsts, before = [], [], 0
     for i, part in enumerate(parts):
         rows = part.rows.view(-1, 2)

@@ -142,7 +142,7 @@ def _new_template(
     if options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA:
         frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
         base.rope_frequencies = frequencies.data_ptr()
-    base.rows_vary = int(bool(options.fixed_split_size) and not options.decodes)
+    base.rows_vary = int(decision.problem.fixed_split_size != 0 and not decision.problem.uniform)
     splits = kernel.splits(decision.problem, tile, options.logits.window_left) if divided else {"fixed_split_size": -1}
     schedule = schedule_input(
         num_kv_heads=options.num_kv_heads, group_size=options.group_size, page_size=options.page_size or 1, tile=tile,

@@ -144,7 +144,8 @@ class AttentionSpec(NamedTuple):
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
         rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
-        return _decide(str(backend), device, options, self.mask, same_rows(rows))
+        uniform = options.decodes or (self.indices.qo_indptr is None and not options.deterministic)
+        return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 
     def settled(self) -> AttentionSpec:
         """The same, with what the environment says of determinism."""
@@ -218,11 +219,11 @@ def _lens(indices: Indices | Lengths) -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=4096)
 def _decide(
-    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int
+    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
 ) -> Decision:
     problem = AttentionProblem(
         target=target_of(device, matrix_unit=True), mask=mask, **planned_features(options), rows=rows,
-        uniform=options.decodes, group_size=options.group_size, fixed_split_size=options.fixed_split_size,
+        uniform=uniform, group_size=options.group_size, fixed_split_size=options.fixed_split_size,
         is_mla=options.is_mla,
     )  # fmt: skip
     decision = decide(problem, backend)
