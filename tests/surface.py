@@ -120,6 +120,7 @@ mla.BatchMLAPagedAttentionWrapper
   float_workspace_buffer backend: used test_mla.py::test_page_sizes_and_forms
   use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr: used test_mla.py::test_cuda_graphs_follow_new_lengths
   variant: used test_mla_variants.py::test_scores_and_masks
+  deterministic: used test_determinism.py::test_latents
 mla.BatchMLAPagedAttentionWrapper.plan
   shown qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size causal sm_scale
   shown q_data_type kv_data_type use_profiler metadata cum_seq_lens_q block_tables seq_lens max_q_len
@@ -211,6 +212,7 @@ single_prefill_with_kv_cache
   use_fp16_qk_reduction allow_fp16_qk_reduction: foreign test_surface.py::test_permissions_of_single_prefill
   scale_q scale_k scale_v: used test_fp8.py::test_queries_of_eight_bits
   kv_cache_sf: used test_nvfp4.py::test_single_prefill
+  deterministic: used test_determinism.py::test_one_call_is_the_wrapper
   backend: used test_single.py::test_prefill_lengths
 BatchPrefillWithPagedKVCacheWrapper
   shown float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf
@@ -224,6 +226,7 @@ BatchPrefillWithPagedKVCacheWrapper
   variant_owns_mask: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
   backend: used test_prefill.py::test_backend_is_chosen_by_itself
   jit_args jit_kwargs variant: used test_variants.py::test_jit_args
+  deterministic: used test_determinism.py::test_chunks_of_prompts
 BatchPrefillWithPagedKVCacheWrapper.plan
   shown qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim page_size
   shown custom_mask packed_custom_mask causal pos_encoding_mode allow_fp16_qk_reduction sm_scale window_left
@@ -275,6 +278,7 @@ BatchPrefillWithRaggedKVCacheWrapper
   variant_owns_mask: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
   backend: used test_prefill.py::test_backend_is_chosen_by_itself
   jit_args jit_kwargs variant: used test_variants.py::test_jit_args
+  deterministic: used test_determinism.py::test_chunks_of_prompts
 BatchPrefillWithRaggedKVCacheWrapper.plan
   shown qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim custom_mask packed_custom_mask causal pos_encoding_mode
   shown allow_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type

@@ -173,7 +173,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_chunks_of_prompts(device, backend, dtype, head_dim, variant):
-    """Whole or in chunks, ragged or in pages, beside others or alone. ALiBi's lse counts from the first row of a call."""
+    """Whole or in chunks, ragged or paged, beside others or alone. ALiBi's lse counts from the first row of a call."""
     pool = Pool(LENS, device, dtype, head_dim=head_dim)
 
     def attend(parts, rng, page_size):

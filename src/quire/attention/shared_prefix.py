@@ -34,7 +34,6 @@ from quire.kernels.expressions.rewrite import variant_of_level, variant_without_
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
 
-
 #: What to do in place of an attention to shared keys and one to the others.
 _IN_PAGES = "put shared keys into pages of the cache, and plan BatchPrefillWithPagedKVCacheWrapper on all pages"
 

@@ -173,8 +173,7 @@ def single_prefill_with_kv_cache(
     q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
     first). custom_mask: bool [qo_len, kv_len]. kv_cache_sf: the scales (k_sf, v_sf) of keys and values of 4 bits, as in
     BatchPrefillWithPagedKVCacheWrapper.run(). variant: a quire.Variant, whose tensors and numbers are passed as
-    keywords. deterministic: as in the constructor of BatchPrefillWithPagedKVCacheWrapper. The other arguments are those of
-    its plan() and run().
+    keywords. deterministic: as in the constructor of that wrapper. The other arguments are those of its plan() and run().
 
     Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
     [qo_len, num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or UnsupportedError with each

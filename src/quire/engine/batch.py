@@ -214,7 +214,7 @@ class BlockLists(NamedTuple):
         order = torch.arange(self.qo_indptr.numel() - 1, device="cpu").view(num_heads, 1, -1)
         order = order.expand(-1, group_size, -1).flatten()
         counts = self.kv_indptr.diff()[order]
-        pages = self.pages[_pages(self.kv_indptr[:-1][order], counts).long()]
+        pages = self.pages[runs_from(self.kv_indptr[:-1][order], counts).long()]
         return BlockLists(_offsets(self.qo_indptr.diff()[order]), _offsets(counts), pages, self.page_size)
 
 
@@ -256,7 +256,7 @@ class BlockMatrix(NamedTuple):
         page_size = math.gcd(self.width, self.num_columns)
         ends = (torch.arange(self.indptr.numel(), device="cpu") * self.rows).clamp_(max=self.num_rows)
         counts = self.widths // page_size
-        pages = _pages(self.columns * (self.width // page_size), counts)
+        pages = runs_from(self.columns * (self.width // page_size), counts)
         offsets = _offsets(counts)[self.indptr.long()].contiguous()
         return BlockLists(ends.to(torch.int32), offsets, pages, page_size)
 
@@ -289,7 +289,7 @@ def lists_of_heads(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, nu
     page_size = max(1, math.gcd(*widths.flatten().tolist()))
     head, _, column = shown.nonzero(as_tuple=True)
     first = (_offsets(widths.flatten())[:-1].view_as(widths) // page_size)[head, column]
-    pages = _pages(first, (widths // page_size)[head, column])
+    pages = runs_from(first, (widths // page_size)[head, column])
     counts = torch.where(shown, widths[:, None, :], 0).sum(2).flatten() // page_size
     return BlockLists(_offsets(rows.flatten()), _offsets(counts), pages, page_size)
 
@@ -305,8 +305,8 @@ def _sizes(given: Any, name: str, num_kv_heads: int, number: str, num_blocks: in
     return sizes
 
 
-def _pages(first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Runs of page numbers, one after another: counts[i] from first[i] on."""
+def runs_from(first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Runs of numbers, one after another: counts[i] from first[i] on, int32."""
     starts = first - _offsets(counts)[:-1]
     total = int(counts.sum())
     return (torch.arange(total, device="cpu") + starts.repeat_interleave(counts, output_size=total)).to(torch.int32)

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import profiler
 
 from quire.engine.attention import Attention
+from quire.engine.batch import runs_from
 from quire.engine.checks import check_tensor
 from quire.engine.device import OwnWorkspace, max_ctas, on_cuda, target_of
 from quire.engine.launch import base_of, bind, profiled
@@ -74,31 +75,36 @@ def flat_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
     Raises UnsupportedError if pages of shared levels are not full, or if a request is under several nodes of a level.
     """
     parts = [_of_level(level.indices) for level in levels]
-    own, options = parts[-1], levels[-1].options
+    own, options, pages_before = parts[-1], levels[-1].options, 0
     begin, end = own.rows.view(-1, 2).t().contiguous()
-    counts, firsts, before = [], [], 0
+    counts, firsts = [], []  # of each level: pages that are above each request, and the first of them
     for i, part in enumerate(parts):
-        rows = part.rows.view(-1, 2)
-        node = torch.searchsorted(rows[:, 1].contiguous(), begin, right=True).clamp_(max=part.batch_size - 1)
-        node = torch.arange(own.batch_size, device="cpu") if part is own else node
-        if bool(((end > begin) & ((rows[node, 0] > begin) | (rows[node, 1] < end))).any()):
-            raise UnsupportedError(f"level {i}: expected the queries of each request under one node.")
-        count = part.kv_indptr.diff()[node]
-        if part is not own and bool(((count > 0) & (part.last_page_len[node] != own.page_size)).any()):
+        node = torch.arange(own.batch_size, device="cpu") if part is own else _nodes_above(part, begin, end, i)
+        counts.append(part.kv_indptr.diff()[node].long())
+        firsts.append(part.kv_indptr[node] + pages_before)
+        pages_before += part.pages.numel()
+        if part is not own and bool(((counts[i] > 0) & (part.last_page_len[node] != own.page_size)).any()):
             raise UnsupportedError(f"level {i}: expected last pages of {own.page_size} tokens, as {_FLAT}.")
-        counts.append(count), firsts.append(part.kv_indptr[node] + before)
-        before += part.pages.numel()
-    last = torch.where(counts[-1] > 0, own.last_page_len, torch.where(sum(counts) > 0, own.page_size, 0))
-    if options.causal and bool((counts[-1] * own.page_size - own.page_size + own.last_page_len < end - begin - 1).any()):
-        raise UnsupportedError(f"level {len(parts) - 1}: expected as many keys as queries under a causal mask, as {_FLAT}.")
-    lens, starts = torch.stack(counts, 1).flatten().long(), torch.stack(firsts, 1).flatten().long()
-    place = torch.arange(int(lens.sum()), device="cpu") + (starts - lens.cumsum(0) + lens).repeat_interleave(lens)
+    own_lens = torch.where(counts[-1] > 0, (counts[-1] - 1) * own.page_size + own.last_page_len, 0)
+    if options.causal and bool((own_lens < end - begin - 1).any()):
+        raise UnsupportedError(f"level {len(parts) - 1}: expected as many keys as queries, as {_FLAT}.")
+    lens, starts, all_pages = torch.stack(counts, 1), torch.stack(firsts, 1).flatten(), torch.stack(counts).sum(0)
+    last = torch.where(counts[-1] > 0, own.last_page_len, own.page_size * (all_pages > 0))
     device = next((part.pages.device for part in parts if not part.pages.is_cpu), own.pages.device)
-    pages = torch.cat([part.pages.to(device) for part in parts])[place.to(device)]
-    kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), sum(counts).long().cumsum(0))).int()
-    qo_indptr = torch.cat((begin[:1], end)).contiguous()
-    flat = Indices(own.batch_size, qo_indptr, 0, kv_indptr, last.int(), pages, own.page_size)
-    return AttentionSpec(flat, options)
+    places = runs_from(starts, lens.flatten())
+    pages = torch.cat([part.pages.to(device) for part in parts])[places.to(device)]
+    kv_indptr = torch.cat((all_pages.new_zeros(1), all_pages.cumsum(0))).int()
+    qo_indptr = torch.cat((begin[:1], end))
+    return AttentionSpec(Indices(own.batch_size, qo_indptr, 0, kv_indptr, last.int(), pages, own.page_size), options)
+
+
+def _nodes_above(level: _Level, begin: torch.Tensor, end: torch.Tensor, number: int) -> torch.Tensor:
+    """The node of a level that has rows [begin, end) of each request."""
+    first, last = level.rows.view(-1, 2).t().contiguous()
+    node = torch.searchsorted(last, begin, right=True).clamp_(max=level.batch_size - 1)
+    if bool(((end > begin) & ((first[node] > begin) | (last[node] < end))).any()):
+        raise UnsupportedError(f"level {number}: expected the queries of each request under one node, as {_FLAT}.")
+    return node
 
 
 _FLAT = "a deterministic cascade is one attention over all keys of a request"

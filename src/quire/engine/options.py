@@ -165,7 +165,7 @@ class PlanOptions(NamedTuple):
         if 0 < size < window and not self.decodes:
             raise ValidationError(
                 f"fixed_split_size: expected at least window_left={window} keys beside deterministic=True, or None, got "
-                f"{size}: a window over three splits would be summed in an order that depends on the chunks of a prompt."
+                f"{size}: a window over three splits is summed in an order that depends on the chunks of a prompt."
             )
         return self._replace(deterministic=True, fixed_split_size=size or OWN_SPLITS)
 

@@ -270,7 +270,7 @@ def _partials(
         return workspace.take(num_bytes), ""
     known = None if graph is None else graph.partials
     memory = OwnWorkspace(workspace.device).take(num_bytes) if known is None else known
-    return memory, f"workspace: {num_bytes} bytes of partial results are in memory of torch's, as they do not fit into it"
+    return memory, f"workspace: it does not hold {num_bytes} bytes of partial results, which torch has allocated"
 
 
 def _fill(

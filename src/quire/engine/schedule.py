@@ -233,9 +233,10 @@ def schedule_input(
     arrives_late: int = 0, splits_by_length: int = 0,
 ) -> ScheduleInput:  # fmt: skip
     """The scheduler's input that does not depend on the batch. `fixed_split_size`: 0 automatic, -1 never divide a row
-    tile, else tokens of a split; with `splits_by_length` as many as splits_of() in core/schedule.h says. `start_cost`: the fixed cost of a work tile, in sixteenths of a KV tile.
-    `l2_tokens`: how many tokens of one KV head should be in the L2 at a time, for a kernel whose CTAs take row tiles
-    from a counter. `arrives_late`: 1: CTAs of a cascade arrive at requests' merge groups when they have no other work.
+    tile, else tokens of a split; with `splits_by_length` as many as splits_of() in core/schedule.h says. `start_cost`:
+    the fixed cost of a work tile, in sixteenths of a KV tile. `l2_tokens`: how many tokens of one KV head should be in
+    the L2 at a time, for a kernel whose CTAs take row tiles from a counter. `arrives_late`: 1: CTAs of a cascade arrive
+    at requests' merge groups when they have no other work.
 
     With a `tile_capacity`, for a CUDA graph, only the content of the buffer depends on lengths: it is filled up to the
     last row tile, but offsets and counts are those of the capacity.
@@ -243,8 +244,8 @@ def schedule_input(
     return ScheduleInput(
         num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
         mask_mode=int(mask), window_left=window_left, start_cost=start_cost, max_ctas=max_ctas,
-        fixed_split_size=fixed_split_size, splits_by_length=splits_by_length, has_tile_counter=int(l2_tokens > 0), l2_tokens=l2_tokens,
-        tile_capacity=tile_capacity, arrives_late=arrives_late,
+        fixed_split_size=fixed_split_size, splits_by_length=splits_by_length, has_tile_counter=int(l2_tokens > 0),
+        l2_tokens=l2_tokens, tile_capacity=tile_capacity, arrives_late=arrives_late,
     )  # fmt: skip
 
 

@@ -329,7 +329,9 @@ def _reject_fp8(problem: AttentionProblem) -> str | None:
     if problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None:
         return "it has no position encodings and no custom variants"
     if problem.fixed_split_size and _page_size_fp8(problem) == ANY_PAGE_SIZE:
-        return f"page_size={problem.page_size}: with fixed splits it takes pages of a multiple of 8, as its KV tile differs"
+        return (
+            f"page_size={problem.page_size}: its KV tile differs; with fixed splits it takes pages of a multiple of 8"
+        )
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim % 32:
             return f"{name}={dim}: its matrix instruction takes multiples of 32"

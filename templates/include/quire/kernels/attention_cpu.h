@@ -367,8 +367,8 @@ struct AttentionCpu {
     const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin}, whole = cpu::whole_tiles(keys);
     x.tiles.template score<kRowTiles>(x.s, row, whole);
     const bool scales = LogitsTransform<V, cpu::Math>::kIsIdentity && cpu::SoftmaxTile<kVo>::takes(c.logits.q_scale());
-    const bool plain = scales && whole.begin == keys.begin && whole.end == keys.end &&
-                       c.full(row, row + count - 1, visible);
+    const bool plain =
+        scales && whole.begin == keys.begin && whole.end == keys.end && c.full(row, row + count - 1, visible);
     if (!plain) cpu::describe_panel(x.panel, c.logits, row, count, tile.begin);
     for (int i = 0; i < kRowTiles; ++i) {
       const int at = row + i * cpu::kTileSide;
@@ -383,7 +383,8 @@ struct AttentionCpu {
       } else if (scales) {
         softmax.template of<true>(keys, c.logits.q_scale(), score);
       } else {
-        softmax.template of<false>(keys, 1.0f, [&](cpu::Floats s, int key) { return score(s * c.logits.q_scale(), key); });
+        softmax.template of<false>(keys, 1.0f,
+                                   [&](cpu::Floats s, int key) { return score(s * c.logits.q_scale(), key); });
       }
     }
     if (finite) {

@@ -155,7 +155,8 @@ struct ScheduleAttention {
     if (max(all, partials * in_.tile_rows) > INT32_MAX) return fail(ScheduleError::kTooManyUnits);
     out_.num_tiles = static_cast<int32_t>(tiles);
     out_.work_per_head = static_cast<int32_t>(units);
-    const bool whole = in_.fixed_split_size != 0 ? !are_short(tiles, units) : whole_tiles_suffice(tiles, units, longest);
+    const bool whole =
+        in_.fixed_split_size != 0 ? !are_short(tiles, units) : whole_tiles_suffice(tiles, units, longest);
     out_.is_partitioned = !whole;
     out_.is_dynamic = 0;
     counts_starts_ = in_.fixed_split_size == 0 && !whole && starts_matter(longest);

@@ -46,8 +46,8 @@ struct ScheduleInput {
   int32_t max_ctas;          // CTAs that fill the machine: as many partitions at most
   int32_t fixed_split_size;  // tokens, a multiple of tile_kv: row tiles are divided there and nowhere else; 0:
                              // automatic; -1: never divided
-  int32_t splits_by_length;  // with fixed_split_size: splits of a request have as many tokens as splits_of() says, which
-                             // fixed_split_size divides
+  int32_t splits_by_length;  // with fixed_split_size: splits of a request have as many tokens as splits_of() says,
+                             // which fixed_split_size divides
   int32_t has_tile_counter;  // CTAs stay, and take whole row tiles as they get to them
   int32_t l2_tokens;         // with tile counter: tokens of one KV head that may lie in L2 at a time
   // A cascade: the entries of the batch are its nodes, level by level, with the begin and end of each one's rows; so

@@ -295,8 +295,8 @@ struct SoftmaxTile {
   uint32_t* p;
   float *s, *m, *d, *o;
 
-  // score(x, key) turns q . k of these rows into base-2 exponents or, with kScales, into these divided by `factor`. Keys
-  // outside `keys`, up to whole tiles, get weights of 0.
+  // score(x, key) turns q . k of these rows into base-2 exponents or, with kScales, into these divided by `factor`.
+  // Keys outside `keys`, up to whole tiles, get weights of 0.
   template <bool kScales, class Score>
   void of(KeyRange keys, float factor, Score&& score) {
     Floats top = broadcast(-kInfinity);
@@ -316,8 +316,8 @@ struct SoftmaxTile {
   // the maximum by a rounding error: too much for exp2 if logits exceed 2^30.
   static bool takes(float factor) { return factor <= 0x1p16f; }
 
-  // Softmax if all rows see all `keys`, which are whole tiles, and a logit is q . k times `factor`. The weights are those
-  // of of<true>(), bit for bit, which rows have beside others that do not see all keys.
+  // Softmax if all rows see all `keys`, which are whole tiles, and a logit is q . k times `factor`. The weights are
+  // those of of<true>(), bit for bit, which rows have beside others that do not see all keys.
   void of_all(KeyRange keys, float factor) {
     Floats top = broadcast(-kInfinity), top_odd = top;
     for (int key = keys.begin; key < keys.end; key += 2) {

@@ -115,9 +115,9 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   }
 }
 
-// Chooses the number of columns in a turn; the sums are the same. One turn for each CTA is best: a group with many partials, and so many CTAs,
-// has turns of fewer columns. With two partials, one CTA has mostly gone on to other work: the other CTA merges alone,
-// all columns in one turn.
+// Chooses the number of columns in a turn; the sums are the same. One turn for each CTA is best: a group with many
+// partials, and so many CTAs, has turns of fewer columns. With two partials, one CTA has mostly gone on to other work:
+// the other CTA merges alone, all columns in one turn.
 template <class V>
 struct MergeTurns {
   int num_parts, count;
