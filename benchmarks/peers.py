@@ -69,15 +69,18 @@ def _workspace(device: torch.device, num_bytes: int, owner: str) -> torch.Tensor
 
 
 def _quire_providers() -> list[Provider]:
-    return [
+    """Each backend, and what the promise of determinism.py costs."""
+    promising = Provider("quire-deterministic", False, partial(_quire_rejects, "auto"), partial(_quire, "auto", True))
+    plain = [
         Provider(
             "quire" if backend == "auto" else backend.replace(":", "-"),
             False,
             partial(_quire_rejects, backend),
-            partial(_quire, backend),
+            partial(_quire, backend, None),
         )
         for backend in quire.backends()
     ]
+    return [*plain, promising]
 
 
 def _quire_rejects(backend: str, row: Row, device: torch.device) -> str | None:  # noqa: ARG001
@@ -86,11 +89,12 @@ def _quire_rejects(backend: str, row: Row, device: torch.device) -> str | None: 
     return None
 
 
-def _quire(backend: str, sets: Sets) -> Launch:
+def _quire(backend: str, deterministic: bool | None, sets: Sets) -> Launch:
     """Plan with the wrapper that the row's kind is for."""
     prepare = {"ragged": _quire_ragged, "paged": _quire_paged, "decode": _quire_decode}[sets[0].row.kind]
     try:
-        return prepare(backend, sets, _workspace(sets[0].q.device, WORKSPACE, "quire"))
+        built = {"backend": backend, "deterministic": deterministic}
+        return prepare(built, sets, _workspace(sets[0].q.device, WORKSPACE, "quire"))
     except quire.UnsupportedError as error:
         raise Refused(_reasons(error)) from error
 
@@ -102,10 +106,10 @@ def _reasons(error: quire.UnsupportedError) -> str:
     return "; ".join(asked) or first
 
 
-def _quire_ragged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
+def _quire_ragged(built: dict[str, Any], sets: Sets, workspace: torch.Tensor) -> Launch:
     row, indices = sets[0].row, sets[0].indices
     graph = _graph_buffers(sets[0], qo_indptr_buf=indices.qo_indptr, kv_indptr_buf=indices.kv_indptr)
-    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend, **graph)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, **built, **graph)
     wrapper.plan(
         indices.qo_indptr, indices.kv_indptr, row.num_qo_heads, row.num_kv_heads, row.head_dim_qk, row.head_dim_vo,
         **_masking(sets[0]), **_logits(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
@@ -113,13 +117,13 @@ def _quire_ragged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
     return lambda i: _tensor(wrapper.run(sets[i].q, sets[i].k, sets[i].v, out=sets[i].out, sinks=sets[i].sinks))
 
 
-def _quire_paged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
+def _quire_paged(built: dict[str, Any], sets: Sets, workspace: torch.Tensor) -> Launch:
     row, indices = sets[0].row, sets[0].indices
     graph = _graph_buffers(
         sets[0], qo_indptr_buf=indices.qo_indptr, paged_kv_indptr_buf=indices.page_indptr,
         paged_kv_indices_buf=indices.pages, paged_kv_last_page_len_buf=indices.last_page_len,
     )  # fmt: skip
-    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, **built, **graph)
     wrapper.plan(
         indices.qo_indptr, indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads,
         row.num_kv_heads, row.head_dim_qk, row.page_size, **_masking(sets[0]), **_logits(row),
@@ -128,13 +132,13 @@ def _quire_paged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
     return lambda i: _tensor(wrapper.run(sets[i].q, _cache(sets[i]), out=sets[i].out, sinks=sets[i].sinks))
 
 
-def _quire_decode(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
+def _quire_decode(built: dict[str, Any], sets: Sets, workspace: torch.Tensor) -> Launch:
     row, indices = sets[0].row, sets[0].indices
     graph = _graph_buffers(
         sets[0], paged_kv_indptr_buffer=indices.page_indptr, paged_kv_indices_buffer=indices.pages,
         paged_kv_last_page_len_buffer=indices.last_page_len,
     )  # fmt: skip
-    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, **built, **graph)
     wrapper.plan(
         indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads, row.num_kv_heads,
         row.head_dim_qk, row.page_size, **_logits(row), q_data_type=row.q_type, kv_data_type=row.kv_type,

@@ -74,6 +74,20 @@ def test_attention(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert report["geometric_mean"] == pytest.approx(ours["of_best_peer"])
 
 
+@pytest.mark.slow
+def test_determinism(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """Bits of requests among neighbours, and a table of costs."""
+    file, costs = tmp_path / "determinism.json", tmp_path / "cost.json"
+    run_here("determinism.py", "--device", "cpu", "--requests", "6", "--sets", "6", "--most-tokens", "40",
+             "--cases", "prefill-d64,decode-d64", "--json", str(file))  # fmt: skip
+    for case in json.loads(file.read_text())["cases"]:
+        assert case["compared"] >= 6 and case["rows_that_differ"] == case["requests_that_differ"] == 0
+    run_here("attention.py", "--rows", "tiny-square", "--providers", "quire,quire-deterministic", "--rounds", "2",
+             "--device", "cpu", "--json", str(costs))  # fmt: skip
+    output = run_here("determinism.py", "--cost", str(costs))
+    assert output.startswith("tiny-square") and "1 rows on" in output and "worst" in output
+
+
 def test_attention_lists_the_rows(modules: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert modules.main(["--list"]) == 0
     assert "prefill-d128-causal-b2-8k" in capsys.readouterr().out

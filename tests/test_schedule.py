@@ -44,6 +44,7 @@ class Batch:
     tile_capacity: int = 0  #: of a CUDA graph
     l2_tokens: int = 0  #: of a kernel that takes tiles from a counter
     start_cost: int = 0  #: sixteenths of a unit
+    splits_by_length: int = 0
 
     def schedule(self):
         """The schedule of quire.engine.schedule."""
@@ -70,6 +71,7 @@ class Batch:
             tile_capacity=self.tile_capacity,
             l2_tokens=self.l2_tokens,
             start_cost=self.start_cost,
+            splits_by_length=self.splits_by_length,
         )
         return make_schedule(indices, given)
 
@@ -413,6 +415,37 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
         if t.kv_begin < t.kv_end:
             assert t.kv_begin // step == (t.kv_end - 1) // step
     assert all(t.kv_begin % step == 0 for t in tiles_of(schedule) if t.kv_begin > firsts[t.request, t.row_begin])
+
+
+#: Lengths of requests, and how many tokens their splits have: splits_of() in core/schedule.h.
+OWN_SPLITS_OF = {
+    1: 512, 512: 512, 513: 256, 2048: 256, 2049: 512, 4095: 512, 4096: 1024, 32768: 1024, 32769: 2048, 65536: 2048,
+    65537: 4096, 131072: 4096, 131073: 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("start_cost", [0, 20, 24])
+@pytest.mark.parametrize("tile_kv", [32, 128])
+@pytest.mark.parametrize("tile_capacity", [0, 2000])
+def test_splits_by_length(tile_kv, start_cost, tile_capacity):
+    """Each request has splits of its own length, at most 32, whoever is beside it. Short ones are computed several in a
+    partition, which reads ahead.
+    """
+    lens = tuple(OWN_SPLITS_OF)
+    batch = Batch(
+        (1,) * len(lens), lens, tile_kv=tile_kv, start_cost=start_cost, max_ctas=264, fixed_split_size=256,
+        splits_by_length=1, tile_capacity=tile_capacity,
+    )  # fmt: skip
+    schedule = batch.schedule()
+    tiles, work = tiles_of(schedule), list(walk(schedule, batch.num_kv_heads))
+    for request, (length, size) in enumerate(OWN_SPLITS_OF.items()):
+        parts = sorted((t.kv_begin * tile_kv, t.kv_end * tile_kv) for t in tiles if t.request == request)
+        assert [begin for begin, _ in parts] == list(range(0, length, size)) and len(parts) <= 32
+        assert all(end - begin == size for begin, end in parts[:-1])
+    check_coverage(batch, tiles, work)
+    check_merge_table(batch, schedule, tiles, work)
+    are_short = sum(map(units_of, tiles)) <= start_cost * len(tiles)
+    assert bool(schedule.sizes.is_partitioned) == (tile_capacity > 0 or are_short)
 
 
 @settings(max_examples=80, deadline=None)

@@ -173,7 +173,7 @@ def single_prefill_with_kv_cache(
     q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
     first). custom_mask: bool [qo_len, kv_len]. kv_cache_sf: the scales (k_sf, v_sf) of keys and values of 4 bits, as in
     BatchPrefillWithPagedKVCacheWrapper.run(). variant: a quire.Variant, whose tensors and numbers are passed as
-    keywords. deterministic: as in the constructor of that wrapper. The other arguments are those of its plan() and run().
+    keywords. deterministic: as in that wrapper's constructor. The other arguments are those of its plan() and run().
 
     Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
     [qo_len, num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or UnsupportedError with each
@@ -275,8 +275,8 @@ def single_decode_with_kv_cache(
     """Decode attention of one request, without a plan.
 
     q: [num_qo_heads, head_dim]. k, v: [kv_len, num_kv_heads, head_dim] (HND: heads first). The other arguments are as
-    in the constructor, plan() and run() of BatchDecodeWithPagedKVCacheWrapper. Returns o [num_qo_heads, head_dim], or (o, lse) with
-    return_lse=True, lse [num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or
+    in the constructor, plan() and run() of BatchDecodeWithPagedKVCacheWrapper. Returns o [num_qo_heads, head_dim], or
+    (o, lse) with return_lse=True, lse [num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or
     UnsupportedError with each kernel's reason.
 
     >>> q, k, v = torch.randn(8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)

@@ -54,8 +54,13 @@ class Batch:
             "causal": b["mask"] == "causal", "sm_scale": b["sm_scale"], "window_left": b["window_left"],
             "logits_soft_cap": b["logits_soft_cap"] or None, "pos_encoding_mode": b["pos_encoding_mode"],
             "q_data_type": self._types["q"], "kv_data_type": self._types["kv"], "o_data_type": self._types["o"],
-            "fixed_split_size": split if split > 0 else None, "disable_split_kv": split < 0,
+            "fixed_split_size": split if split > 0 else None, "disable_split_kv": split == -1,
         }  # fmt: skip
+
+    @property
+    def _promise(self) -> dict[str, bool]:
+        """The argument of a wrapper whose recorded splits were its own: older versions do not know it."""
+        return {"deterministic": True} if self._batch["fixed_split_size"] < -1 else {}
 
     def _plan_paged(self, workspace: Any) -> Any:
         import torch
@@ -68,11 +73,11 @@ class Batch:
         last = torch.tensor(lens, dtype=torch.int32, device="cpu")
         heads = b["num_qo_heads"], b["num_kv_heads"]
         if b["uniform"] and set(self._qo) == {1} and b["head_dim_qk"] == b["head_dim_vo"]:
-            wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, b["layout"])
+            wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, b["layout"], **self._promise)
             options.pop("causal")
             wrapper.plan(*pages, last, *heads, b["head_dim_qk"], b["page_size"], **options)
             return wrapper
-        prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, b["layout"])
+        prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, b["layout"], **self._promise)
         prefill.plan(self._offsets(self._qo), *pages, last, *heads, b["head_dim_qk"], b["page_size"],
                      head_dim_vo=b["head_dim_vo"], **options)  # fmt: skip
         return prefill
@@ -81,7 +86,7 @@ class Batch:
         import quire
 
         b = self._batch
-        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, b["layout"])
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, b["layout"], **self._promise)
         wrapper.plan(self._offsets(self._qo), self._offsets(self._kv), b["num_qo_heads"], b["num_kv_heads"],
                      b["head_dim_qk"], b["head_dim_vo"], **self._options())  # fmt: skip
         return wrapper
@@ -92,7 +97,7 @@ class Batch:
         import quire
 
         b, options = self._batch, self._options()
-        wrapper = quire.mla.BatchMLAPagedAttentionWrapper(workspace)
+        wrapper = quire.mla.BatchMLAPagedAttentionWrapper(workspace, **self._promise)
         kept = ("causal", "sm_scale", "q_data_type", "kv_data_type")
         wrapper.plan(self._offsets(self._qo), self._offsets(self._pages), self._page_numbers(),
                      torch.tensor(self._kv, dtype=torch.int32, device="cpu"), b["num_qo_heads"], b["head_dim_vo"],

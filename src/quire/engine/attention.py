@@ -134,8 +134,8 @@ class Attention(PlannedRun):
         if rope_prologue.is_faster(plain, decision):
             raise UnsupportedError(
                 f"pos_encoding_mode: expected 'NONE' here with deterministic=True, got 'ROPE_LLAMA', for which "
-                f"{plain.kernel.name} computes on keys that were rotated ahead of it, and {reason}; rotate q and k before "
-                f"the call, or pass backend={PIN + decision.kernel.backend!r} in all calls, which rotates in the kernel."
+                f"{plain.kernel.name} computes on keys that were rotated ahead of it, and {reason}; rotate q and k "
+                f"before the call, or pass backend={PIN + decision.kernel.backend!r} in all calls, which rotates there."
             )
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:

@@ -150,7 +150,8 @@ class GraphState:
         """
         if qo_len == 0:
             whole = self.max_rows * group_size // tile_rows + batch_size
-            return whole * (self.max_tokens // split + 1) + batch_size if split else whole
+            parts = self.max_tokens // split + 1 if split else 1
+            return whole * min(parts, most or parts) + batch_size * (split > 0)
         parts = self.max_tokens // split + batch_size if split else batch_size
         return -(-qo_len * group_size // tile_rows) * min(parts, batch_size * (most or parts))
 

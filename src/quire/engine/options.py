@@ -164,8 +164,8 @@ class PlanOptions(NamedTuple):
         size, window = self.fixed_split_size, self.logits.window_left
         if 0 < size < window and not self.decodes:
             raise ValidationError(
-                f"fixed_split_size: expected at least window_left={window} keys beside deterministic=True, or None, got "
-                f"{size}: a window over three splits is summed in an order that depends on the chunks of a prompt."
+                f"fixed_split_size: expected at least window_left={window} keys beside deterministic=True, or None, "
+                f"got {size}: a window over three splits is summed in an order that depends on the chunks of a prompt."
             )
         return self._replace(deterministic=True, fixed_split_size=size or OWN_SPLITS)
 

@@ -166,7 +166,7 @@ def _template_for(
     if graph is not None:
         tile = decision.kernel.tile(decision.key)
         splits = decision.kernel.splits(decision.problem, tile, options.logits.window_left)
-        most = MOST_OWN_SPLITS if "splits_by_length" in splits else None
+        most = MOST_OWN_SPLITS if options.fixed_split_size == OWN_SPLITS else None
         capacity = graph.tile_capacity(
             indices.batch_size, indices.qo_len, options.group_size, tile.rows, max(0, splits["fixed_split_size"]), most
         )
