@@ -75,8 +75,8 @@ class TileShape(NamedTuple):
 MLA_DIMS = (576, 512)
 #: In place of a fixed split size: that of the kernel.
 OWN_SPLITS = -2
-#: Tokens of the shortest splits that splits_of() in core/schedule.h makes; and the most splits of a request for which a
-#: CUDA graph has room, which splits_of() does not exceed.
+#: Tokens of the shortest splits that splits_of() in core/schedule.h makes; and the most splits of a request for which
+#: buffers of a CUDA graph are made, which splits_of() does not exceed.
 LEAST_OWN_SPLIT, MOST_OWN_SPLITS = 256, 32
 #: The only head dim above 256 that tensor-core kernels take.
 WIDE_HEAD_DIM = 512
