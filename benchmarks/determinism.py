@@ -1,6 +1,6 @@
 """Whether the bits of a request depend on that request alone, among random neighbours; and what this promise costs.
 
-    python benchmarks/determinism.py --json FILE             on a GPU: 200 requests x 1,000 sets of neighbours, each case
+    python benchmarks/determinism.py --json FILE             on a GPU: 200 requests x 1,000 neighbour sets, each case
     python benchmarks/determinism.py --cost FILE             the report of attention.py with both providers, as a table
     python benchmarks/determinism.py --device cpu --requests 8 --sets 3 --most-tokens 200
 
@@ -190,9 +190,7 @@ def graph(pool: Pool, workspace: torch.Tensor) -> Attend:
     is_decode, most = case.kind == "decode graph", sum(-(-n // size) for n in pool.lens)
     sizes = {"indptr": batch + 1, "indices": most, "last_page_len": batch}
     names = {name: f"paged_kv_{name}_buf" + "fer" * is_decode for name in sizes}
-    buffers = {
-        names[name]: torch.zeros(count, dtype=torch.int32, device=pool.device) for name, count in sizes.items()
-    }
+    buffers = {names[name]: torch.zeros(count, dtype=torch.int32, device=pool.device) for name, count in sizes.items()}
     built = {"use_cuda_graph": True, "deterministic": True, **buffers}
     rows = batch * case.rows if is_decode else sum(pool.lens)
     q = torch.zeros(rows, *pool.q.shape[1:], dtype=torch.bfloat16, device=pool.device)

@@ -58,7 +58,7 @@ class Batch:
         }  # fmt: skip
 
     @property
-    def _promise(self) -> dict[str, bool]:
+    def _promise(self) -> dict[str, Any]:
         """The argument of a wrapper whose recorded splits were its own: older versions do not know it."""
         return {"deterministic": True} if self._batch["fixed_split_size"] < -1 else {}
 
