@@ -419,7 +419,7 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
 
 #: Lengths of requests, and how many tokens their splits have: splits_of() in core/schedule.h.
 OWN_SPLITS_OF = {
-    1: 512, 512: 512, 513: 256, 2048: 256, 2049: 512, 4095: 512, 4096: 1024, 32768: 1024, 32769: 2048, 65536: 2048,
+    1: 512, 512: 512, 513: 256, 2048: 256, 2049: 512, 4095: 512, 4096: 1024, 8191: 1024, 8192: 2048, 65536: 2048,
     65537: 4096, 131072: 4096, 131073: 8192,
 }  # fmt: skip
 
@@ -428,9 +428,7 @@ OWN_SPLITS_OF = {
 @pytest.mark.parametrize("tile_kv", [32, 128])
 @pytest.mark.parametrize("tile_capacity", [0, 2000])
 def test_splits_by_length(tile_kv, start_cost, tile_capacity):
-    """Each request has splits of its own length, at most 32, whoever is beside it. Short ones are computed several in a
-    partition, which reads ahead.
-    """
+    """Each request has splits of its own length, at most 32, whoever is beside it."""
     lens = tuple(OWN_SPLITS_OF)
     batch = Batch(
         (1,) * len(lens), lens, tile_kv=tile_kv, start_cost=start_cost, max_ctas=264, fixed_split_size=256,
@@ -444,8 +442,18 @@ def test_splits_by_length(tile_kv, start_cost, tile_capacity):
         assert all(end - begin == size for begin, end in parts[:-1])
     check_coverage(batch, tiles, work)
     check_merge_table(batch, schedule, tiles, work)
-    are_short = sum(map(units_of, tiles)) <= start_cost * len(tiles)
-    assert bool(schedule.sizes.is_partitioned) == (tile_capacity > 0 or are_short)
+
+
+@pytest.mark.parametrize(
+    ("lens", "is_partitioned"),
+    [((2048,) * 100, True), ((65536,) * 3, False), ((2048,) * 100 + (65536,), False), ((300, 40) * 400, True)],
+)
+def test_short_splits_are_computed_several_in_a_partition(lens, is_partitioned):
+    """Which reads ahead; not where they differ and are few, because partitions would end at different times."""
+    more = {"tile_kv": 64, "start_cost": 20, "max_ctas": 132, "fixed_split_size": 256, "splits_by_length": 1}
+    batch = Batch((1,) * len(lens), lens, **more)
+    assert bool(batch.schedule().sizes.is_partitioned) == is_partitioned
+    assert not Batch(**{**batch.__dict__, "start_cost": 0}).schedule().sizes.is_partitioned
 
 
 @settings(max_examples=80, deadline=None)

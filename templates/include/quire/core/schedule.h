@@ -23,7 +23,8 @@ QUIRE_HD int splits_of(int kv_len) {
   if (kv_len <= 512) return 512;
   if (kv_len <= 2048) return 256;
   if (kv_len < 4096) return 512;
-  int64_t tokens = 1024;
+  if (kv_len < 8192) return 1024;
+  int64_t tokens = 2048;
   while (32 * tokens < kv_len) tokens *= 2;
   return static_cast<int>(tokens);
 }

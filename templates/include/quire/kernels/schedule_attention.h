@@ -156,7 +156,7 @@ struct ScheduleAttention {
     out_.num_tiles = static_cast<int32_t>(tiles);
     out_.work_per_head = static_cast<int32_t>(units);
     const bool whole =
-        in_.fixed_split_size != 0 ? !are_short(tiles, units) : whole_tiles_suffice(tiles, units, longest);
+        in_.fixed_split_size != 0 ? !are_short(tiles, units, longest) : whole_tiles_suffice(tiles, units, longest);
     out_.is_partitioned = !whole;
     out_.is_dynamic = 0;
     counts_starts_ = in_.fixed_split_size == 0 && !whole && starts_matter(longest);
@@ -205,10 +205,12 @@ struct ScheduleAttention {
     return 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
   }
 
-  // The same of row tiles that were divided in advance, of which a partition has several whole ones. Without a start
-  // cost a CTA gains nothing from the next one's keys.
-  bool are_short(int64_t tiles, int64_t units) const {
-    return in_.start_cost > 0 && in_.has_tile_counter == 0 && units > 0 &&
+  // Whether partitions have several row tiles of fixed splits, which are whole to the scheduler. A CTA reads the keys
+  // of the next while it ends one, which saves half of a unit. But partitions end up to half of the longest row tile
+  // too late, unless all are equal.
+  bool are_short(int64_t tiles, int64_t units, int longest) const {
+    const bool is_saved = units == tiles * longest || tiles * in_.num_kv_heads >= int64_t{longest} * in_.max_ctas;
+    return in_.start_cost > 0 && in_.has_tile_counter == 0 && units > 0 && is_saved &&
            units <= tiles * min(in_.start_cost, kMostShort);
   }
 
