@@ -19,6 +19,8 @@ import quire
 from latents import Latents
 from problems import workspace
 from quire.compat.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from quire.engine.options import PlanOptions, Types, logits_options
+from quire.engine.rope_prologue import may_pay
 from quire.kernels import KERNELS, AttentionProblem, decide
 from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.features import MaskMode, PosEncodingMode, dtype_of
@@ -524,6 +526,32 @@ def test_own_splits_are_whole_kv_tiles(kernel):
                 splits = kernel.splits(problem, tile, window)
                 assert splits["fixed_split_size"] % tile.kv == 0
                 assert splits["fixed_split_size"] >= window or "splits_by_length" in splits
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_rope_of_prefill_is_always_or_never_ahead_of_the_kernel(rows):
+    """On Hopper: not as the number of rows says. Decode rotates in its kernel."""
+    types = Types(*[dtype_of("bfloat16", "q")] * 3)
+    logits = logits_options(128, None, -1, None, "ROPE_LLAMA")
+    options = PlanOptions(8, 1, 128, 128, types, logits, True, 16, deterministic=True).settled()
+    (problem,) = (p for p in problems("sm90a", pos_encoding=PosEncodingMode.ROPE_LLAMA) if p.rows == rows)
+    assert may_pay(options, decide(problem), "auto") and not may_pay(options, decide(problem), "quire:fa2")
+    steps = replace(problem, uniform=True, rows=8)
+    assert not may_pay(options._replace(decodes=True), decide(steps), "auto")
+
+
+def test_a_wrapper_of_latents_without_a_plan(device):
+    """One row a request: it is not divided, with or without neighbours."""
+    pool = Latents((1, 1), (200, 90), dtype=torch.bfloat16, device=device)
+    pages = pool.paged(64)
+    table, lens = pages.table(device), torch.tensor([200, 90], dtype=torch.int32, device=device)
+    wrapper = quire.mla.BatchMLAPagedAttentionWrapper(workspace(device), deterministic=True)
+
+    def attend(at: slice) -> Tensor:
+        given = pool.query[at, :, :512], pool.query[at, :, 512:], pages.ckv, pages.kpe
+        return wrapper.run(*given, kv_len=lens[at], page_table=table[at])
+
+    assert torch.equal(attend(slice(0, 2))[1:], attend(slice(1, 2)))
 
 
 def test_a_wrapper_for_graphs_has_room_for_few_splits_of_each_request():

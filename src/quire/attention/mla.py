@@ -309,7 +309,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         return TableCall.of_latents(
             query, cache, self._workspace, page_table, kv_len, page_table.shape[-1] * cache[0].shape[1],
             scale.times(Scale(192**-0.5)), v_scale, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
-            enable_pdl=enable_pdl, backend=self._backend,
+            enable_pdl=enable_pdl, backend=self._backend, deterministic=self._deterministic,
         ).attend()  # fmt: skip
 
     @property

@@ -60,6 +60,7 @@ class TableCall(NamedTuple):
     variant: Variant | None = None
     operands: Mapping[str, Any] = NO_OPERANDS
     is_selected: bool = False  #: latents: block_tables are tokens, page number * page_size + index in the page
+    deterministic: bool | None = None
     max_logits: bool = False  #: latents: lse is [rows, num_qo_heads, 2], of which the second is the maximum of logits
     name: str = ""  #: of the public function that has `variant` and `operands`, for errors
 
@@ -147,7 +148,7 @@ class TableCall(NamedTuple):
             logits_options(head_dim_qk, self.logits_scale.number, self.window_left, None, *self.pos_encoding),
             q_len > 1, self._page_size, is_mla=self.q_nope is not None, tile_scales=self.ckv_scales is not None,
             variant=variant, cache_page=cache.page_size if self.is_selected else 1, max_logits=self.max_logits,
-            decodes=self.q_cu_seq_lens is None,
+            decodes=self.q_cu_seq_lens is None, deterministic=self.deterministic,
         )  # fmt: skip
 
     def _attend_rows(
