@@ -359,6 +359,18 @@ def test_one_call_is_the_wrapper(device, dtype):
     assert torch.equal(steps[0][1], one)
 
 
+def test_prefill_beside_decode(device, dtype):
+    """POD: both are what they are in wrappers of their own."""
+    pool, rng = Pool((700, 90, 300), device, dtype), random.Random(0)
+    steps = [Part(1, 89, 90, 90), Part(0, 699, 700, 700)]
+    cache, *tables = pool.pages(steps, 16, rng)
+    wrapper = quire.PODWithPagedKVCacheWrapper(workspace(device), deterministic=True)
+    wrapper.plan(*tables, *pool.heads, pool.head_dim, 16, q_data_type=dtype)
+    got = wrapper.run(pool.q[2], pool.k[2], pool.v[2], pool.queries(steps), cache, causal_p=True)
+    want = prefill(pool, [Part(2, 0, 300, 300)], "auto", rng, 16), decode(pool, steps[::-1], "auto", rng, 64)
+    assert torch.equal(got[0], want[0][0]) and torch.equal(got[1].flip(0), want[1][0])
+
+
 def levels_of(pool: Pool, shared: int, page_size: int) -> tuple[Tensor, list[list[Tensor]], list[Part]]:
     """Two requests that begin with the keys of request 0, as two levels: cache, tables, and the rows of each."""
     cache, indptr, pages, last = pool.pages(pool.wholes(), page_size, random.Random(0))

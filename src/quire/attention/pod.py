@@ -41,7 +41,8 @@ class PODWithPagedKVCacheWrapper:
     """One prefill over tensors, and a batch of decodes over a paged cache.
 
     The arguments of the constructor and of plan() are those of BatchDecodeWithPagedKVCacheWrapper, for the decodes. A
-    variant is used for both; plan() takes what its mask reads for the decodes.
+    variant is used for both; plan() takes what its mask reads for the decodes. With deterministic=True there are two
+    launches.
 
     >>> wrapper = quire.PODWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 2], [5, 16]))
@@ -56,12 +57,12 @@ class PODWithPagedKVCacheWrapper:
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None, paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None, jit_args: Any = None, *,
-        variant: Variant | None = None,
+        variant: Variant | None = None, deterministic: bool | None = None,
     ) -> None:  # fmt: skip
-        self._variant = variant_of(variant, jit_args)
+        self._variant, self._deterministic = variant_of(variant, jit_args), deterministic
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer, variant=self._variant,
+            paged_kv_last_page_len_buffer, variant=self._variant, deterministic=deterministic,
         )  # fmt: skip
         self._fused: tuple[Hashable, FusedPod | None] = (), None  # of what, and its launch
         self.plan = self.begin_forward = self._decode.plan
@@ -116,7 +117,7 @@ class PODWithPagedKVCacheWrapper:
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
             kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
             window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, return_lse=return_lse_p,
-            variant=self._variant, **operands_p,
+            variant=self._variant, deterministic=self._deterministic, **operands_p,
         )  # fmt: skip
         decode = self._decode.run(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d,
@@ -158,14 +159,19 @@ class PODWithPagedKVCacheWrapper:
 class BatchPODWithPagedKVCacheWrapper:
     """A batch of prefills and a batch of decodes over paged caches, each with its own index arrays.
 
-    float_workspace_buffer, kv_layout, variant: as in BatchPrefillWithPagedKVCacheWrapper.
+    float_workspace_buffer, kv_layout, variant, deterministic: as in BatchPrefillWithPagedKVCacheWrapper. With
+    deterministic=True there are two launches.
     """
 
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, variant: Variant | None = None
-    ) -> None:
-        kind = BatchPrefillWithPagedKVCacheWrapper
-        self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout, variant=variant) for _ in range(2))
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, variant: Variant | None = None,
+        deterministic: bool | None = None,
+    ) -> None:  # fmt: skip
+        built = partial(
+            BatchPrefillWithPagedKVCacheWrapper, float_workspace_buffer, kv_layout, variant=variant,
+            deterministic=deterministic,
+        )  # fmt: skip
+        self._prefill, self._decode = built(), built()
         self._spec_of_prefills: Callable[..., AttentionSpec] | None = None  # with the masks of run()
         self._fused: FusedPod | None = None
         self._planned_causal: bool | None = None  # None: under a mask, or not at all
