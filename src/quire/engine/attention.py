@@ -26,6 +26,7 @@ from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec, within_limits
 from quire.engine.tensors import PagedCache
 from quire.errors import CacheMissError, PlanError, UnsupportedError
+from quire.jit import config
 from quire.kernels import PIN, Decision
 from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.features import KVLayout, PosEncodingMode
@@ -40,7 +41,8 @@ class Attention(PlannedRun):
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
-        spec = spec.settled()
+        if spec.options.deterministic or not config.says_nothing_of_determinism():
+            spec = spec.settled()
         options = spec.options
         self.o_dtype = options.types.o.torch
         if spec.operands and options.variant is None:

@@ -208,7 +208,9 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 def is_deterministic(given: bool | None) -> bool:
     """What a caller said or, if nothing, what the environment says."""
-    return config.is_deterministic() if given is None else given
+    if given is None:
+        return not config.says_nothing_of_determinism() and config.is_deterministic()
+    return given
 
 
 def refuse_parts(name: str, deterministic: bool | None, instead: str) -> None:

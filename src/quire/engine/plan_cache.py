@@ -85,7 +85,9 @@ def repeated(
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
     if recorded.call is not None or has_nested(tensors) or (stream and is_capturing(first.device)):
         return function(*args, **kwargs)
-    key = key, first.shape, stream, torch.is_grad_enabled(), config.is_deterministic()
+    key = key, first.shape, stream, torch.is_grad_enabled()
+    if not config.says_nothing_of_determinism():
+        key = key, config.is_deterministic()
     if sources:
         versions = versions_of(sources)
         if versions is None:

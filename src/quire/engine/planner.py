@@ -217,9 +217,12 @@ def make_plan(
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
     partials = None
     if not for_one_call:
-        partials, told = _partials(template, options, workspace, graph, s.num_partials)
+        num_bytes = s.num_partials * template.partial_bytes
+        if does_not_fit and options.fixed_split_size == OWN_SPLITS:
+            partials, note = _partials_beside(workspace, num_bytes, graph)
+        else:
+            partials = workspace.take(num_bytes)
         template.set_partials(base, partials, s.num_partials)
-        note = note or told
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
     mask_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
@@ -259,15 +262,10 @@ def make_plan(
     )  # fmt: skip
 
 
-def _partials(
-    template: _PlanTemplate, options: PlanOptions, workspace: Workspace, graph: GraphState | None, num_partials: int
-) -> tuple[torch.Tensor, str]:
-    """Memory for partial results, and a note for explain(). Where splits must not depend on the batch, torch gives what
-    the workspace does not hold.
+def _partials_beside(workspace: Workspace, num_bytes: int, graph: GraphState | None) -> tuple[torch.Tensor, str]:
+    """Memory of torch's for partial results that splits which do not depend on the batch need, and the workspace does
+    not hold; and a note for explain().
     """
-    num_bytes = template.partials_bytes(num_partials)
-    if options.fixed_split_size != OWN_SPLITS or num_bytes <= workspace.most_bytes:
-        return workspace.take(num_bytes), ""
     known = None if graph is None else graph.partials
     memory = OwnWorkspace(workspace.device).take(num_bytes) if known is None else known
     return memory, f"workspace: it does not hold {num_bytes} bytes of partial results, which torch has allocated"

@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from quire.errors import ValidationError
@@ -262,21 +263,24 @@ def ask_for_overlays() -> None:
 
 
 #: What engines set where the bits of a request must not depend on other requests.
-_ENGINE_SWITCHES = (b"VLLM_BATCH_INVARIANT", b"SGLANG_ENABLE_DETERMINISTIC_INFERENCE")
-#: The dictionary behind os.environ: each plan() looks for three names, which os.environ takes microseconds to miss.
-_environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
+_ENGINE_SWITCHES = "VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE"
+#: The names behind os.environ, as bytes: each plan() looks for three, which os.environ takes microseconds to miss.
+_names = getattr(os.environ, "_data", os.environb).keys()
+#: Whether nothing in the environment says anything of determinism. No function, so that the path of a call stays short.
+says_nothing_of_determinism: Callable[[], bool] = partial(
+    _names.isdisjoint, frozenset(os.fsencode(name) for name in ("QUIRE_DETERMINISTIC", *_ENGINE_SWITCHES))
+)
 
 
 def is_deterministic() -> bool:
     """QUIRE_DETERMINISTIC: whether the bits of a request depend on that request alone; unset: as engines' switches say,
     VLLM_BATCH_INVARIANT and SGLang's SGLANG_ENABLE_DETERMINISTIC_INFERENCE.
     """
-    if b"QUIRE_DETERMINISTIC" in _environment and (value := _read("QUIRE_DETERMINISTIC")) is not None:
+    if (value := _read("QUIRE_DETERMINISTIC")) is not None:
         if value not in ("0", "1"):
             raise _invalid("QUIRE_DETERMINISTIC", value, "0 or 1")
         return value == "1"
-    said = (_environment[name].strip().lower() for name in _ENGINE_SWITCHES if name in _environment)
-    return any(value in (b"1", b"true", b"yes", b"on") for value in said)
+    return any(os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in _ENGINE_SWITCHES)
 
 
 def reports_progress() -> bool:
