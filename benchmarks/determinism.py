@@ -35,6 +35,7 @@ from quire.compat.flash_attn_interface import flash_attn_varlen_func
 from tables import DECODE, PREFILL
 
 WORKSPACE = 512 << 20
+MOST_ROWS = 2048  #: of a chunk: those of the long prompts end anywhere
 PAGE_SIZES = (16, 1, 64)
 LATENT_PAGE_SIZES = (64, 1, 16)
 
@@ -280,7 +281,7 @@ def draw(pool: Pool, rng: random.Random, number: int) -> list[Part]:
         length = pool.lens[request]
         chunks = [(0, length), (length - 1, length), tuple(sorted(rng.sample(range(length + 1), 2)))]
         begin, end = (length - pool.case.rows, length) if steps else rng.choice(chunks)
-        parts.append(Part(request, begin, end))
+        parts.append(Part(request, max(begin, end - MOST_ROWS), end))
     return parts
 
 
