@@ -153,7 +153,8 @@ def single_prefill_with_kv_cache(
     sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
     kv_cache_sf: Any = None, k_scale: float | None = None, v_scale: float | None = None, *,
-    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, **operands: OperandValue,
+    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, deterministic: bool | None = None,
+    **operands: OperandValue,
 ) -> Result: ...  # fmt: skip
 @replayed
 @foreign(permissions="use_fp16_qk_reduction allow_fp16_qk_reduction")
@@ -260,7 +261,8 @@ def single_decode_with_kv_cache(
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
     v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None, **operands: OperandValue,
+    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None,
+    deterministic: bool | None = None, **operands: OperandValue,
 ) -> Result: ...  # fmt: skip
 @replayed
 @foreign(permissions="use_tensor_cores")
