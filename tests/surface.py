@@ -301,7 +301,7 @@ BatchPrefillWithRaggedKVCacheWrapper.plan
   fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
   attention_chunk_size: used test_prefill.py::test_chunks_in_prefill
   uniform_q_len: foreign test_prefill.py::test_bases_and_layouts_of_an_lse
-  v_indptr o_indptr: foreign test_checks.py::test_each_argument_of_plan_arrives_under_its_name
+  v_indptr o_indptr: checked test_cudnn.py::test_offsets_in_elements_of_ragged_keys
 BatchPrefillWithRaggedKVCacheWrapper.run
   shown q k v return_lse
   q k v: used test_prefill.py::test_ragged_views

@@ -255,6 +255,52 @@ def test_wrong_arguments_of_prefill_on_pages(message, options):
         prefill(prefills("cpu", torch.float32), "tuple", **options)
 
 
+@pytest.mark.parametrize("unit", ["tokens", "elements"])
+def test_offsets_in_elements_of_ragged_keys(device, dtype, unit):
+    """FlashInfer's backend of cuDNN counts elements, also where values and results begin."""
+    p, qk, vo = Problem((3, 1, 20), (40, 5, 65), dtype=dtype, device=device, causal=True), 64, 32
+    p.v = p.v[..., :vo].contiguous()
+    qo, kv = ints(p.qo_indptr, device), ints(p.kv_indptr, device)
+    h, hk, lens = p.num_qo_heads, p.num_kv_heads, {"seq_lens": ints(p.kv_lens, device)}
+    lens["seq_lens_q"] = ints(p.qo_lens, device)
+    rows = (
+        {"qo": h * qk, "kv": hk * qk, "v": hk * vo, "o": h * vo}
+        if unit == "elements"
+        else dict.fromkeys(["qo", "kv", "v", "o"], 1)
+    )
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend="cudnn")
+
+    def plan(**more):
+        given = {"v_indptr": kv * rows["v"], "o_indptr": qo * rows["o"], **lens, **more}
+        wrapper.plan(
+            qo * rows["qo"], kv * rows["kv"], h, hk, qk, head_dim_vo=vo, causal=True, q_data_type=dtype,
+            max_token_per_sequence=20, max_sequence_kv=65, **given,
+        )  # fmt: skip
+
+    plan()
+    plain = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    plain.plan(qo, kv, h, hk, qk, head_dim_vo=vo, causal=True, q_data_type=dtype)
+    assert torch.equal(wrapper.run(p.q, p.k, p.v), plain.run(p.q, p.k, p.v))
+    for name in ("v_indptr", "o_indptr"):
+        with pytest.raises(quire.ValidationError, match=f"^{name}: expected requests one after the other"):
+            plan(**{name: kv + 1})
+
+
+def test_offsets_in_elements_of_pages(device, dtype):
+    """Pages are then HND, whatever the constructor was told; a plan in tokens goes by the constructor again."""
+    p = Problem((3, 1, 20), (40, 5, 65), dtype=dtype, device=device, causal=True)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="cudnn")
+    row = p.num_qo_heads * p.head_dim
+    for layout, factor in (("HND", row), ("NHD", 1), ("HND", row)):
+        cache = p.paged(16, layout)
+        wrapper.plan(
+            ints(p.qo_indptr, device) * factor, cache.indptr, cache.indices, cache.last_page_len, p.num_qo_heads,
+            p.num_kv_heads, p.head_dim, 16, causal=True, q_data_type=dtype, seq_lens=ints(p.kv_lens, device),
+            seq_lens_q=ints(p.qo_lens, device).view(-1, 1, 1, 1), max_token_per_sequence=20, max_sequence_kv=65,
+        )  # fmt: skip
+        p.check(wrapper.run(p.q, cache.kv))
+
+
 def test_where_flashinfer_has_them():
     assert quire.cudnn.__all__ == ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
     assert quire.cudnn_batch_decode_with_kv_cache is quire.decode.cudnn_batch_decode_with_kv_cache

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.attention.variants import text_of, variant_in
-from quire.calls.cudnn import cudnn_batch_prefill_with_kv_cache
+from quire.calls.cudnn import check_offsets_of, cudnn_batch_prefill_with_kv_cache, offsets_in_tokens
 from quire.calls.latents import trtllm_ragged_attention_deepseek
 from quire.calls.prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
 from quire.calls.single import (
@@ -36,6 +36,7 @@ from quire.engine.tensors import PagedCache
 from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
+from quire.kernels.features import KVLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,7 +84,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         self._text = text_of(jit_args)
 
     @foreign(
-        refused="v_indptr o_indptr",
         permissions="use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking uniform_q_len",
         added="head_dim_vo o_data_type",
     )
@@ -106,13 +106,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
         The other arguments are those of the paged wrapper's plan(), in FlashInfer's order (here window_left and
-        logits_soft_cap come before sm_scale). v_indptr and o_indptr are refused: values have the offsets of keys, and
-        results those of queries. Raises ValidationError or UnsupportedError.
+        logits_soft_cap come before sm_scale). v_indptr and o_indptr [batch_size + 1] repeat where values and results
+        begin, and are compared with the offsets of keys and queries. With backend="cudnn", and lengths in seq_lens_q
+        and seq_lens, all offsets may count elements, as they do there. Raises ValidationError or UnsupportedError.
         """
         options = _ragged_options(locals())
+        if self._backend == "cudnn":
+            dim = options.head_dim_qk
+            qo_indptr = offsets_in_tokens(qo_indptr, "qo_indptr", seq_lens_q, options.num_qo_heads * dim)
+            kv_indptr = offsets_in_tokens(kv_indptr, "kv_indptr", seq_lens, options.num_kv_heads * dim)
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr_host = host_indices(kv_indptr, "kv_indptr", batch + 1)
+        check_offsets_of(v_indptr, "v_indptr", kv_indptr_host, options.num_kv_heads * options.head_dim_vo)
+        check_offsets_of(o_indptr, "o_indptr", qo_indptr_host, options.num_qo_heads * options.head_dim_vo)
         lens = None if seq_lens is None else host_lens(seq_lens, batch)
         indices = Indices(batch, qo_indptr_host, 0, kv_indptr_host, None, None, 1, lens)
         most = max_token_per_sequence, max_sequence_kv
@@ -257,7 +264,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
             paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
-        self._text = text_of(jit_args)
+        self._text, self._given_layout = text_of(jit_args), self._layout
 
     @foreign(
         permissions="use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking uniform_q_len",
@@ -306,10 +313,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
             with a slope for each head; or "ROPE_LLAMA", which rotates the pairs of dims (d, d + head_dim_qk / 2) of q
             and k by position / rope_scale * rope_theta ** (-2 * d / head_dim_qk). The position of a key is its index in
             the request; the last query has the position of the last key. rope_scale defaults to 1, rope_theta to 1e4.
-        seq_lens, seq_lens_q: int32 [batch_size], keys and queries of each request; block_tables: int32 [batch_size,
-            pages], page numbers; max_token_per_sequence, max_sequence_kv: the largest numbers of queries and of keys.
-            All of these are redundant, and are compared with the index arrays if they are on the host. uniform_q_len: a
-            hint for FlashInfer's kernels.
+        seq_lens, seq_lens_q: int32 [batch_size], keys and queries of each request; with backend="cudnn" and seq_lens_q
+            qo_indptr may count elements, and pages are then HND, as in FlashInfer's backend of that name. block_tables:
+            int32 [batch_size, pages], page numbers; max_token_per_sequence, max_sequence_kv: the largest numbers of
+            queries and of keys. All of these are redundant, and are compared with the index arrays if they are on the
+            host. uniform_q_len: a hint for FlashInfer's kernels.
         q_data_type, kv_data_type, o_data_type: torch dtypes or their names. The default for q is float16; keys, values
             and results default to q's type. 8-bit queries give float16 results. They are converted to 16 bits in a
             copy, which is exact. backend="quire:fp8" multiplies float8_e4m3fn queries, keys and values as they are on
@@ -324,6 +332,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
         options = _paged_options(locals())
+        if self._backend == "cudnn":
+            row = options.num_qo_heads * options.head_dim_qk
+            tokens = offsets_in_tokens(qo_indptr, "qo_indptr", seq_lens_q, row)
+            self._layout = self._given_layout if tokens is qo_indptr else KVLayout.HND  # as there, whatever was said
+            qo_indptr = tokens
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)

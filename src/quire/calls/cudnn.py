@@ -260,6 +260,33 @@ def _sums(lens: torch.Tensor) -> torch.Tensor:
     return indptr
 
 
+def offsets_in_tokens(offsets: Any, name: str, lens: Any, row: int) -> Any:
+    """Offsets of a plan(), which count elements in FlashInfer's backend of cuDNN, `row` for each token: those that the
+    lengths say, on the host, if so; else as they are.
+    """
+    if lens is None:
+        return offsets
+    sums = _sums(_lengths(lens, "seq_lens").cpu())
+    counts_elements = row > 1 and sums.shape[0] > 1 and int(sums[-1]) > 0
+    if not counts_elements or check_tensor(offsets, name).shape != sums.shape:
+        return offsets
+    return sums if torch.equal(offsets.cpu().long(), sums.long() * row) else offsets
+
+
+def check_offsets_of(given: Any, name: str, indptr: torch.Tensor, row: int) -> None:
+    """Offsets of values or results are those of keys or queries, in tokens or in elements."""
+    if given is None:
+        return
+    expected = (indptr - indptr[:1]).long()
+    check_shape(check_tensor(given, name), name, {"batch_size + 1": expected.shape[0]})
+    numbers = given.cpu().long()
+    if not (torch.equal(numbers, expected) or torch.equal(numbers, expected * row)):
+        raise ValidationError(
+            f"{name}: expected requests one after the other, {expected.tolist()} in tokens or {row} times that in "
+            f"elements, got {numbers.tolist()}; copy them together."
+        )
+
+
 def _check_most(lens: torch.Tensor, name: str, most: Any, bound: str) -> None:
     """Lengths on the host are 0..most."""
     longest = check_positive(most, bound)
