@@ -34,7 +34,9 @@ def attend(p: Problem, **more: Any) -> Any:
 
 def test_results(device, dtype):
     p = problem(device, dtype)
-    p.check(*attend(p))
+    p.check(
+        *attend(p, use_fp16_softmax=True, q_seq_lens_cpu=ints(QO_LENS, "cpu"), kv_seq_lens_cpu=ints(KV_LENS, "cpu"))
+    )
     p.check(attend(p, return_lse=False, bmm2_scale=0.5), v_scale=0.5)
     out, lse = torch.empty(len(p.q), 4, 128, dtype=dtype, device=device), torch.empty(len(p.q), 4, device=device)
     got = attend(p, out=out, lse=lse, skip_softmax_threshold_scale_factor=500.0)
@@ -88,6 +90,10 @@ def test_wrong_arguments(device):
         ({"bmm1_scale": -1.0}, "bmm1_scale: expected a positive number"),
         ({"sage_attn_sfs": (torch.ones(1), None, None, None)}, "sage_attn_sfs: not supported"),
         ({"num_elts_per_sage_attn_blk": (1, 1, 1, 1)}, "num_elts_per_sage_attn_blk: not supported"),
+        ({"uses_spcompress": True}, "uses_spcompress: not supported"),
+        ({"use_fp16_softmax": 1}, "use_fp16_softmax: expected a bool"),
+        ({"q_seq_lens_cpu": torch.tensor([3, 1, 19]).int()}, "q_seq_lens_cpu: expected .3, 1, 20., as the offsets say"),
+        ({"kv_seq_lens_cpu": torch.ones(4).int()}, "kv_seq_lens_cpu: expected"),
         ({"out": torch.empty(24, 4, 192, device=device)}, "out: expected"),
     ):
         with pytest.raises(quire.ValidationError, match=message):

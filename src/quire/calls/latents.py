@@ -163,9 +163,19 @@ def xqa_batch_decode_with_kv_cache_mla(
     return result
 
 
+def _check_mirror(lens: Any, name: str, offsets: torch.Tensor, batch_size: int) -> None:
+    """Lengths on the host repeat offsets."""
+    if lens is None:
+        return
+    given = host_indices(lens, name, batch_size)
+    if offsets.is_cpu and not torch.equal(given, offsets.diff().to(given.dtype)):
+        raise ValidationError(f"{name}: expected {offsets.diff().tolist()}, as the offsets say, got {given.tolist()}.")
+
+
 @replayed
 @foreign(
-    refused="sage_attn_sfs num_elts_per_sage_attn_blk", permissions="skip_softmax_threshold_scale_factor o_sf_scale"
+    refused="sage_attn_sfs num_elts_per_sage_attn_blk uses_spcompress",
+    permissions="skip_softmax_threshold_scale_factor o_sf_scale use_fp16_softmax",
 )
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, workspace_buffer: torch.Tensor,
@@ -176,6 +186,8 @@ def trtllm_ragged_attention_deepseek(
     skip_softmax_threshold_scale_factor: float | None = None, out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, sage_attn_sfs: Any = (None, None, None, None),
     num_elts_per_sage_attn_blk: Any = (0, 0, 0, 0), backend: str = "trtllm-gen",
+    q_seq_lens_cpu: torch.Tensor | None = None, kv_seq_lens_cpu: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None,
 ) -> Result:  # fmt: skip
     """Attention of ragged queries, keys and values, as DeepSeek's models prefill before projections are absorbed; like
     FlashInfer's function.
@@ -189,6 +201,8 @@ def trtllm_ragged_attention_deepseek(
     is_causal: query i of a request sees keys up to i + kv_len - qo_len. window_left, attention_sinks float32
         [num_qo_heads], enable_pdl, backend: as in a wrapper's plan() and run(). o_sf_scale concerns results of 4 bits
         and has no effect.
+    q_seq_lens_cpu, kv_seq_lens_cpu: int32 [batch_size], the lengths on the host; redundant, and compared with offsets
+        that lie there, too.
     out, lse: tensors that results are written into; lse float32 [nnz_qo, num_qo_heads], base 2.
 
     Returns o [nnz_qo, num_qo_heads, head_dim_vo], or with return_lse=True (o, lse). Raises ValidationError naming the
@@ -220,6 +234,8 @@ def trtllm_ragged_attention_deepseek(
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     arrays = check_positive(batch_size, "batch_size"), seq_lens, cum_seq_lens_q, cum_seq_lens_kv
+    _check_mirror(q_seq_lens_cpu, "q_seq_lens_cpu", cum_seq_lens_q, batch_size)
+    _check_mirror(kv_seq_lens_cpu, "kv_seq_lens_cpu", cum_seq_lens_kv, batch_size)
     indices: Indices | Lengths | None = None
     if key.itemsize > 1:
         indices = _ragged_lengths(*arrays, query, key, output.result, options)
