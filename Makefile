@@ -11,6 +11,7 @@
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #   make upstream   clones FlashInfer and runs its own tests of attention on Quire; it takes a GPU; no part of .ci/run
 #   make upstream-flex  the same with torch's tests of flex_attention, of the installed release; DEVICE=cpu runs without a GPU
+#   make upstream-flash   the same with FlashAttention's tests of forwards, of versions 2 and 3
 #
 # All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
 # compiled stays in build/ until `make clean`.
@@ -33,7 +34,7 @@ export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all sanitize docs figures engines upstream upstream-flex venv ci lint format clean
+.PHONY: demo test test-slow test-all sanitize docs figures engines upstream upstream-flex upstream-flash venv ci lint format clean
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
@@ -103,6 +104,14 @@ upstream-flex: $(STAMP)
 	$(BIN)/python -m pip install --quiet --target $(CLONE)/site --no-deps expecttest
 	PYTHONPATH=$(CLONE)/site $(BIN)/python engines/run_upstream.py --suite flex --tests $(CLONE)/test --sample $(SAMPLE) --seed $(SEED) \
 	  --device $(DEVICE) --compile $(COMPILE) -n $(WORKERS)
+
+upstream-flash: CLONE := $(CURDIR)/build/engines/flash-attention
+upstream-flash: $(STAMP)
+	mkdir -p $(dir $(CLONE))
+	test -d $(CLONE) || git clone --quiet --depth 1 https://github.com/Dao-AILab/flash-attention $(CLONE)
+	$(BIN)/python -m pip install --quiet --target $(CLONE)/site --no-deps einops
+	PYTHONPATH=$(CLONE)/site $(BIN)/python engines/run_upstream.py --suite flash_attn --tests $(CLONE) --sample $(SAMPLE) --seed $(SEED) \
+	  --device $(DEVICE) -n $(WORKERS)
 
 venv: $(STAMP)
 

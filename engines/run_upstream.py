@@ -2,7 +2,8 @@
 
 CHECKOUT is a clone of github.com/flashinfer-ai/flashinfer. Its tests import Quire as their flashinfer
 (upstream/as_flashinfer/sitecustomize.py). With --suite flex, --tests is test/ of a clone of github.com/pytorch/pytorch of the
-installed release, and what its tests of flex_attention compile is Quire's (upstream/as_flex.py).
+installed release, and what its tests of flex_attention compile is Quire's (upstream/as_flex.py). With --suite flash_attn, --tests is a
+clone of github.com/Dao-AILab/flash-attention, whose tests of forwards have Quire's functions (upstream/as_flash_attn/sitecustomize.py).
 Writes what came of each case as JSON, and prints a table of the files and a line for each reason why cases did not pass.
 """
 
@@ -31,6 +32,9 @@ BESIDE = ("utils/test_jit_example.py", "utils/test_pod_kernels.py", "utils/test_
 
 #: torch's tests of flex_attention.
 FLEX = "inductor/test_flex_attention.py", "inductor/test_flex_decoding.py"
+#: FlashAttention's, of version 2 and of version 3, but for those of backward passes.
+FLASH = "tests/test_flash_attn.py", "hopper/test_flash_attn.py"
+FORWARDS = "not bwd and not race and not deterministic and not compatibility and not generator"
 
 HERE = Path(__file__).parent / "upstream"
 KINDS = "passed", "wrong", "refused", "failed", "skipped"
@@ -137,7 +141,7 @@ def main():
     parser.add_argument("--limit", type=int, default=60, help="seconds a case")
     parser.add_argument("--time", type=int, default=0, help="seconds for all; 0: until done")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--suite", choices=("flashinfer", "flex"), default="flashinfer")
+    parser.add_argument("--suite", choices=("flashinfer", "flex", "flash_attn"), default="flashinfer")
     parser.add_argument(
         "--compile", default="no", help="flex: the backend of torch.compile for what tests compile; no: they call it"
     )
@@ -146,23 +150,32 @@ def main():
     options, rest = parser.parse_known_args()
     tests = options.tests.resolve()
     is_flex = options.suite == "flex"
-    files = options.files or (FLEX if is_flex else [f"attention/test_{name}.py" for name in FILES] + list(BESIDE))
+    is_flash = options.suite == "flash_attn"
+    of_flashinfer = *(f"attention/test_{name}.py" for name in FILES), *BESIDE
+    files = options.files or (FLEX if is_flex else FLASH if is_flash else of_flashinfer)
+    rest += ["-k", FORWARDS] if is_flash else []
     with tempfile.TemporaryDirectory() as scratch:
         tests = for_cpus(tests, files, scratch) if is_flex and options.device == "cpu" else tests
         results = (options.json or Path(scratch) / "results.json").resolve()
         results.unlink(missing_ok=True)
         settings = {
             "SAMPLE": options.sample, "SEED": options.seed, "LIMIT": options.limit, "DEVICE": options.device,
-            "RESULTS": results, "SUITE": options.suite, "COMPILE": options.compile,
+            "RESULTS": results, "SUITE": options.suite, "COMPILE": options.compile, "CHECKOUT": tests,
         }  # fmt: skip
         environment = os.environ | {f"UPSTREAM_{name}": str(value) for name, value in settings.items()}
-        path = [str(HERE), *([] if is_flex else [str(HERE / "as_flashinfer"), str(tests.parent)]), *sys.path[1:]]
+        places = {
+            "flashinfer": [HERE / "as_flashinfer", tests.parent],
+            "flash_attn": [HERE / "as_flash_attn"],
+            "flex": [],
+        }
+        path = [str(HERE), *map(str, places[options.suite]), *sys.path[1:]]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         command = [
             sys.executable, "-m", "pytest", "-p", "plugin", "-q", "--noconftest", "-c", os.devnull, f"--rootdir={tests}",
             "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "-W", "ignore",
         ]  # fmt: skip
         command += ["-p", "as_flex"] if is_flex else []
+        command += ["--import-mode=importlib"] if is_flash else []  # both files have one name
         if options.n > 1:
             command += ["--numprocesses", str(options.n), "--dist", "load"]
         paths = [str(tests / file) for file in files if (tests / file).exists()]
