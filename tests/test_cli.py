@@ -321,6 +321,11 @@ def test_show_and_matrix(quire_: Quire) -> None:
     assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["reason"] is None
     assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["state"] == "run"
     assert rows["attention_fa2", "bf16", "bf16", "sm100a"]["state"] == "compiled"
+    for kernel, q, kv in (
+        ("attention_mla_fa3", "bf16", "bf16"), ("attention_mla_decode", "bf16", "e4m3"),
+        ("attention_wide", "fp16", "fp16"), ("attention_fa3_fp8", "e4m3", "e4m3"),
+    ):  # fmt: skip
+        assert rows[kernel, q, kv, "sm90a"]["reason"] is None, "each kernel is asked for head dims that it has"
     table = quire_("matrix", "--arch", "10.0a")[1].partition("\n\n")[0]
     assert "compiled" in table and "run" not in table
     assert "no Arm machine" not in out and "no Arm machine has run it" in quire_("matrix")[1]

@@ -42,7 +42,10 @@ _GPUS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a")
 _TARGETS = (*_GPUS, "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
 _TYPES = (
     ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"), ("bf16", "nvfp4"),
+    ("e4m3", "e4m3"),
 )  # fmt: skip
+#: Head dims that kernels are asked for, in this order, unless the command line has others.
+_DIMS = (128, 128), (512, 512), MLA_DIMS
 
 
 def state(target: str) -> str:
@@ -56,8 +59,11 @@ def add_commands(commands: Any) -> None:
         commands, "matrix", _matrix, "which kernels run where",
         "Say which kernels take which number types on which targets. Nothing is compiled.",
     )  # fmt: skip
-    matrix.add_argument("--head-dim", type=parser.head_dims, default=((128, 128),), help="such as 128 or 192x128")
-    matrix.add_argument("--page-size", type=parser.page_sizes, default=(16,), help="or ragged (default 16)")
+    matrix.add_argument(
+        "--head-dim", type=parser.head_dims,
+        help="such as 128 or 192x128 (default: the first of 128, 512 and 576x512 that a kernel takes)",
+    )  # fmt: skip
+    matrix.add_argument("--page-size", type=parser.page_sizes, default=(64,), help="or ragged (default 64)")
     matrix.add_argument("--mask", type=parser.masks, default=("causal",), help="as of `quire warmup` (default causal)")
     matrix.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
     show = add_command(commands, "show", _show, "what a variant is", "Say what a variant is and how it is built.")
@@ -75,19 +81,32 @@ def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     `state` is that of the target's code, as the function of this name has it.
     """
-    for kernel, (q, kv), target in product(KERNELS, _TYPES, options.arch or _TARGETS):
-        if kernel.on_cuda == target.startswith("sm"):
-            asked = product(options.head_dim, options.page_size, options.mask)
+    for kernel in KERNELS:
+        targets = [target for target in options.arch or _TARGETS if kernel.on_cuda == target.startswith("sm")]
+        dims = options.head_dim or (_dims_of(kernel, options),)
+        for (q, kv), target in product(_TYPES, targets):
+            asked = product(dims, options.page_size, options.mask)
             reasons = (_reason(kernel, target, q, kv, *values) for values in asked)
             reason = next((reason for reason in reasons if reason), None)
             names = {"kernel": kernel.name, "q": q, "kv": kv, "target": target}
-            yield {**names, "reason": reason, "state": state(target)}
+            yield {**names, "head_dims": dims, "reason": reason, "state": state(target)}
+
+
+def _dims_of(kernel: AttentionKernel, options: argparse.Namespace) -> tuple[int, int]:
+    """The first of _DIMS that the kernel takes in any types and on any target."""
+    for dims in _DIMS:
+        for (q, kv), target in product(_TYPES, _TARGETS):
+            takes = kernel.on_cuda == target.startswith("sm")
+            if takes and not _reason(kernel, target, q, kv, dims, options.page_size[0], options.mask[0]):
+                return dims
+    return _DIMS[0]
 
 
 def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, page_size: int, mask: str) -> str | None:
     number, cached, (qk, vo) = dtype_of(q, "dtype"), kv_dtype_of(kv, "kv_dtype"), dims
+    result = number if number.bits > 8 else dtype_of("bf16", "dtype")
     problem = AttentionProblem(
-        target, number, cached, number, qk, vo, page_size, **read_mask(mask), rows=1, is_mla=dims == MLA_DIMS
+        target, number, cached, result, qk, vo, page_size, **read_mask(mask), rows=1, is_mla=dims == MLA_DIMS
     )
     return kernel.refusal(problem)
 
@@ -100,7 +119,10 @@ def _matrix(options: argparse.Namespace) -> int:
 def _print_cells(cells: list[dict[str, Any]]) -> None:
     targets = list(dict.fromkeys(cell["target"] for cell in cells))
     marks = {(c["kernel"], c["q"], c["kv"], c["target"]): _mark(c) for c in cells}
+    taken = {(c["kernel"], c["q"], c["kv"]) for c in cells if not c["reason"]}
+    some = {kernel for kernel, _, _ in taken}
     names = dict.fromkeys((c["kernel"], c["q"], c["kv"]) for c in cells)
+    names = {name: None for name in names if name in taken or name[0] not in some}  # types that it takes nowhere: below
     print_table(
         ("kernel", "q", "kv", *targets),
         ((*name, *(marks.get((*name, target), "") for target in targets)) for name in names),
