@@ -295,6 +295,14 @@ class TestPlugins:
         registry.AttentionBackendEnum.__members__.clear()
         assert pickle.loads(sent).value.endswith("QuireMLABackend")
 
+    def test_of_another_vllm(self, registry: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+        """What it lacks is said; a plug-in that raises would end the engine."""
+        del sys.modules["vllm.v1.attention.backends.mla.prefill.registry"], registry.register_backend
+        with caplog.at_level(logging.WARNING, "quire"):
+            engines.vllm_plugin()
+        assert len(caplog.records) == 3 and overlay.standin.is_active()
+        assert "takes no backend QUIRE (mla_prefill)" in caplog.records[-1].message
+
     def test_wish(self, registry: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         del registry
         monkeypatch.setenv("QUIRE_FLASH_ATTN", "auto")

@@ -57,7 +57,10 @@ def vllm_plugin() -> None:
         install()
     for kind, (*_, backends) in _REGISTRIES.items():
         for name in backends:
-            vllm_member(kind, name)
+            try:
+                vllm_member(kind, name)
+            except (AttributeError, ImportError, TypeError, ValueError) as error:  # an error here would end vLLM
+                events.warn_once(f"this version of vLLM takes no backend {name} ({kind}): {error}")
     flag = "--attention-backend QUIRE (QUIRE_MLA for DeepSeek's models)"
     _watch(
         _Steps("GPUModelRunner.execute_model", flag),
