@@ -65,7 +65,10 @@ def _storages() -> dict[int, int]:
     for tensor in gc.get_objects():
         if issubclass(type(tensor), torch.Tensor) and tensor.is_cpu and not tensor.is_sparse:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            try:
+                found[storage.data_ptr()] = storage.nbytes()
+            except RuntimeError:  # a fake tensor of a trace has no memory
+                continue
     return {address: size for address, size in found.items() if address and size}
 
 
