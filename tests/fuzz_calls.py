@@ -264,7 +264,7 @@ def run_options(rng: random.Random, p: Problem) -> Args:
 
 def workspace() -> Tensor:
     """Memory for partial results, with whatever in it."""
-    return torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+    return torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
 
 
 def hnd(tensor: Tensor, layout: str) -> Tensor:

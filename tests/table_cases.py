@@ -183,7 +183,8 @@ def value_xqa(rng: random.Random) -> Case:
         q, rows = a["q"], whole(a["q_seq_len"])
         own = {**a, "block_tables": a["page_table"]}
         lens = integers(a["seq_lens"].flatten())
-        k, v, kv = tabled_tokens(own, lens, 2**30, a["kv_layout"])
+        layout = a["kv_layout"] if isinstance(a["kv_layout"], str) else "NHD"  # a number is an older sm_count
+        k, v, kv = tabled_tokens(own, lens, 2**30, layout)
         flat, left = q.reshape(-1, *q.shape[-2:]), whole(a["sliding_win_size"])
         require(left >= 0, "a window of negative size")
         sink = None if a.get("sinks") is None else a["sinks"].flatten()

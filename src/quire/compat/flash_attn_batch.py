@@ -349,7 +349,7 @@ class _Batch(NamedTuple):
 
 
 def _rows(table: torch.Tensor) -> torch.Tensor:
-    table = to_int32(table, "block_table")
+    table = to_int32(check_tensor(table, "block_table"), "block_table")
     return table if table.stride(1) == 1 else table.contiguous()
 
 
