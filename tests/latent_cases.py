@@ -396,7 +396,7 @@ def sparse_mla(rng: random.Random) -> Case:
             )
         return quire.mla.trtllm_batch_decode_with_kv_cache_mla(
             a["q"], a["k_cache"], a["workspace_buffer"], 128, 512, 64, a["indices"], None, 1,
-            a["indices"].shape[-1], bmm1_scale=a["scale"], sinks=a.get("attn_sink"), return_lse=True,
+            getattr(a["indices"], "shape", (1,))[-1], bmm1_scale=a["scale"], sinks=a.get("attn_sink"), return_lse=True,
             sparse_mla_top_k_lens=a.get("topk_length"),
         )  # fmt: skip
 
