@@ -15,17 +15,12 @@ from torch.nn.attention import flex_attention as theirs
 import quire
 from quire.engine import plan_cache
 from quire.engine.operators import FunctionsOperator
+from test_compile import TRACERS, pytestmark  # noqa: F401  # of torch's own warnings
 
 if not hasattr(higher_order_ops, "_hop_name_to_variable_class"):
     pytest.skip("before torch 2.9 Dynamo traces functions of its own operators alone", allow_module_level=True)
 
 HEADS, DIM = 4, 32
-TRACERS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 
 @pytest.fixture(autouse=True)
