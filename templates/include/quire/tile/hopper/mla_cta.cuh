@@ -149,8 +149,8 @@ struct MlaCta {
     ptx::fence_mbarrier_init();
   }
 
-  // Gathered parts come two at a time. With the latter ones come the gaps, which four warps have noted. Warps that widen
-  // have noted them when they arrive for the first part.
+  // Gathered parts come two at a time. With the latter ones come the gaps, which four warps have noted. Warps that
+  // widen have noted them when they arrive for the first part.
   QUIRE_DEVICE static constexpr int arrivals_of_gaps(int part) {
     return kGathers && !kWidens && part % kParts == kParts / kHalves ? 4 : 0;
   }
