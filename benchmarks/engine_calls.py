@@ -113,7 +113,7 @@ def _arguments(row: Row, device: torch.device, seed: int) -> tuple[str, dict[str
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
     (heads_q, heads_k), (dim, dim_v) = row.heads, row.dims
-    common: dict[str, Any] = {"causal": True, **row.options}
+    common: dict[str, Any] = {"causal": True, "num_splits": 0, **row.options}  # as vLLM and SGLang pass it
     if row.window >= 0:
         common["window_size"] = (row.window, 0)
     if row.qv_dim:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from calls import paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
-from problems import Problem
+from problems import Problem, block_tables, ints, offsets
+from quire.compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from quire.engine.options import plan_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
-from quire.errors import UnsupportedError
+from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import AttentionKey, AttentionProblem, decide
 from quire.kernels.features import DTYPES, MaskMode, PosEncodingMode
 
@@ -248,3 +249,60 @@ def test_few_rows_and_other_options_of_forward(device, backend, dtype):
     wrapper = ragged_wrapper(p, backend)
     plan_ragged(wrapper, p, plan={**plan_of(p), "causal": False})
     check(p, *wrapper.forward_return_lse(p.q, p.k, p.v, causal=True))
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_functions_of_flash_attention_3_choose_it_for_long_prompts(device, dtype, monkeypatch, page_size, has_scales):
+    """Twice, as the second call is recorded, and a third time, which is replayed; not if the environment forbids it."""
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products of 8 bits are for sm_90a")
+    if dtype is not torch.bfloat16:
+        pytest.skip("results of 8-bit queries are bfloat16")
+    p = batch(dtype, device)
+    lens = {"cu_seqlens_q": offsets(p.qo_lens, device), "max_seqlen_q": max(p.qo_lens), "num_splits": 0}
+    if page_size:
+        cache = p.paged(page_size)
+        keys = [part.nan_to_num(0.0).to(E4M3) for part in cache.kv.float().unbind(1)]
+        lens |= {"block_table": block_tables(cache).to(device), "seqused_k": ints(p.kv_lens, device)}
+    else:
+        keys = [p.k, p.v]
+        lens |= {"cu_seqlens_k": offsets(p.kv_lens, device), "max_seqlen_k": max(p.kv_lens)}
+    scales = {"q": 2.0, "k": 0.25, "v": 1.5} if has_scales else {}
+    named = {f"{x}_descale": torch.full((1,), f, device=device).expand(len(p.qo_lens), 2) for x, f in scales.items()}
+    truth = {"sm_scale": 0.5 / math.sqrt(128), "v_scale": 1.5} if has_scales else {}
+
+    def call():
+        out, lse = flash_attn_varlen_func(p.q, *keys, causal=True, return_softmax_lse=True, **lens, **named)
+        return out, lse.t() / math.log(2)
+
+    results = [call() for _ in range(3)]
+    check(p, *results[0], **truth)
+    assert all(torch.equal(out, results[0][0]) for out, _ in results)
+    monkeypatch.setenv("QUIRE_FP8_PRODUCTS", "0")
+    exact, _ = flash_attn_varlen_func(p.q.clone(), *keys, causal=True, return_softmax_lse=True, **lens, **named)
+    assert not torch.equal(exact, results[0][0])
+    assert float((exact.cpu().double() - p.expected(**truth).o).norm() / p.expected(**truth).o.norm()) < 5e-3
+
+
+def test_flash_attn_func_chooses_it_by_its_own_length(device, dtype):
+    """With num_splits=1, the default, results do not depend on other requests."""
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0) or dtype is not torch.bfloat16:
+        pytest.skip("products of 8 bits are for sm_90a, and their results bfloat16")
+    q, k, v = (torch.randn(3, 300, h, 128, device=device).to(E4M3) for h in (4, 2, 2))
+    one, three = flash_attn_func(q[:1], k[:1], v[:1], causal=True), flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(one[0], three[0])
+    lens = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets([300] * 3, device))
+    upcast = flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), causal=True, **lens)
+    assert not torch.equal(upcast, three.flatten(0, 1))
+
+
+def test_the_environment_is_checked(monkeypatch):
+    q, k, v = (torch.randn(1, 8, 2, 64).to(E4M3) for _ in range(3))
+    upcast = flash_attn_func(q, k, v)
+    assert upcast.dtype is torch.bfloat16
+    monkeypatch.setenv("QUIRE_FP8_PRODUCTS", "0")
+    assert torch.equal(flash_attn_func(q, k, v), upcast)
+    monkeypatch.setenv("QUIRE_FP8_PRODUCTS", "no")
+    with pytest.raises(ValidationError, match="QUIRE_FP8_PRODUCTS: expected 0 or 1, got 'no'"):
+        flash_attn_func(q, k, v)

@@ -31,14 +31,17 @@ from quire.engine.options import PlanOptions, Types, heads, is_deterministic, lo
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets
-from quire.engine.spec import AttentionSpec
+from quire.engine.spec import READS_8_BITS, AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
+from quire.jit import config, is_obtainable
 from quire.kernels.expressions import tanh, to_float
 from quire.kernels.expressions.variant import Variant
 
 Window = tuple[int, int]
 _LEAST_DIM = 32  #: of heads that kernels take
+#: Query rows of a request, tokens times grouped heads, from which on products of 8 bits are faster.
+_LEAST_8_BIT_ROWS = 512
 
 
 Source = torch.Tensor | None  #: a tensor that describes a batch
@@ -174,12 +177,14 @@ def _attend(
     seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
     causal: bool, left: int, right: int, softcap: float, slopes: torch.Tensor | None, num_splits: int, chunk: int = 0,
     qv: torch.Tensor | None = None, logits_by: torch.Tensor | None = None, out_by: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
     seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says. With
-    qv, k and v are the parts of latents. logits_by, out_by: one factor each of all logits and of the result.
+    qv, k and v are the parts of latents. logits_by, out_by: one factor each of all logits and of the result. q_scale:
+    factors of the heads of 8-bit queries.
     """
-    if q.dtype.itemsize == 1:
+    if out.dtype.itemsize == 1:
         raise UnsupportedError(
             f"q: expected float16 or bfloat16 (float32 on the CPU), got {q.dtype}; convert q, or call "
             f"quire.single_prefill_with_kv_cache() or a wrapper, which take 8-bit queries with their scales."
@@ -191,7 +196,7 @@ def _attend(
     bias = _Bias.of(slopes, softcap, not (causal or qo_len == 1), q.device)
     cap = 0.0 if bias.variant is not None else softcap
     options = PlanOptions(
-        *heads(q.shape[1], k.shape[-2]), dim, v.shape[-1], Types.of(q.dtype, k.dtype, None),
+        *heads(q.shape[1], k.shape[-2]), dim, v.shape[-1], Types.of(q.dtype, k.dtype, out.dtype),
         logits_options(dim, softmax_scale, window, cap, bias.mode, None, None, chunks), causal, page_size,
         split_size(None, num_splits == 1 or is_deterministic(None)), qv is not None, bias.variant,
     )  # fmt: skip
@@ -211,9 +216,10 @@ def _attend(
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
     AttentionCall(
-        spec, q[:rows], (k, v), OwnWorkspace(q.device), out=out[:rows], lse=None if lse is None else lse[:rows],
+        spec, q[:rows], (k, v), OwnWorkspace(q.device), backend=_backend(spec, q, qo_len), out=out[:rows],
+        lse=None if lse is None else lse[:rows],
         options=RunOptions(
-            float_sinks(sinks, "s_aux"), logits_scale_by=logits_by, o_scale_by=out_by, lse_unit=LN2,
+            float_sinks(sinks, "s_aux"), q_scale, logits_scale_by=logits_by, o_scale_by=out_by, lse_unit=LN2,
             others=() if qv is None else (qv[:rows],), operands=bias.operands,
         ),
     ).attend()  # fmt: skip
@@ -221,6 +227,23 @@ def _attend(
         out[rows:].zero_()
         if lse is not None:
             lse[rows:].fill_(-math.inf)
+
+
+def _backend(spec: AttentionSpec, q: torch.Tensor, qo_len: int) -> str:
+    """The kernel that multiplies queries of 8 bits as they are, for long prompts where it takes the call. Where results
+    must not depend on other requests, the lengths of these do not decide.
+    """
+    if q.dtype.itemsize > 1 or is_deterministic(None) or not config.multiplies_8_bits():
+        return "auto"
+    options = spec.options
+    rows = qo_len * options.group_size if qo_len or options.fixed_split_size else spec.typical_rows
+    if rows < _LEAST_8_BIT_ROWS:
+        return "auto"
+    try:
+        decision = spec.with_8_bit_queries(READS_8_BITS).decide(q.device, READS_8_BITS)
+    except UnsupportedError:
+        return "auto"
+    return READS_8_BITS if is_obtainable(decision.spec) else "auto"
 
 
 class Where(NamedTuple):

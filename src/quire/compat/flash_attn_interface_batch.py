@@ -293,12 +293,12 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
         _check_latents(queries, keys, options, scales)
         if (q.shape[-1], dim_v, keys.k.shape[-2]) != (ROPE_DIM, LATENT_DIM, 1):
             return _other_latents(queries, keys, options, scales)
+        q = q.to(torch.bfloat16) if q.dtype.itemsize == 1 else q
     dim, scale = q.shape[-1] + (0 if qv is None else dim_v), options.scoring.softmax_scale
     scale = dim**-0.5 if scale is None and dim else scale
-    q = q.to(torch.bfloat16) if q.dtype.itemsize == 1 else q
     factors = _Factors.of(queries, scales, is_paged and q.is_cuda)
-    q = q if factors.q_rows is None else (queries.q.float() * factors.q_rows).to(q.dtype)
     out = _result(options.out, q, dim_v)
+    q = q if factors.q_rows is None else (q.float() * factors.q_rows).to(out.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
     scoring = options.scoring._replace(softmax_scale=scale).for_parts(queries.num_parts)
     if options.ranks is not None:
@@ -307,7 +307,7 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     attend_batch(
         q, keys.k, keys.v, out, lse, float_sinks(options.sinks, "sinks"),
         Where(queries.offsets, keys.offsets, keys.lens, keys.table), queries.qo_len, scoring, options.chunk, qv,
-        factors.logits_by, factors.out_by,
+        factors.logits_by, factors.out_by, factors.q_heads,
     )  # fmt: skip
     if factors.out_rows is not None:
         out.copy_(out.float() * factors.out_rows)
@@ -328,6 +328,7 @@ class _Factors(NamedTuple):
 
     logits_by: torch.Tensor | None = None
     out_by: torch.Tensor | None = None
+    q_heads: torch.Tensor | None = None  #: [num_heads], of 8-bit queries
     q_rows: torch.Tensor | None = None  #: [rows, num_heads, 1]
     out_rows: torch.Tensor | None = None
 
@@ -341,6 +342,8 @@ class _Factors(NamedTuple):
                 continue
             if takes_one and _is_one(tensor):
                 found[one] = tensor.as_strided((1,), (1,))
+            elif queries.q.dtype.itemsize == 1 and one == "logits_by" and _is_one(tensor):
+                found["q_heads"] = tensor.as_strided((1,), (1,)).expand(queries.q.shape[1]).contiguous()
             else:
                 requests = queries.requests().clamp(max=queries.batch - 1)
                 group = queries.q.shape[1] // tensor.shape[1]
@@ -414,15 +417,15 @@ def _row_by_row(queries: Queries, keys: Keys, ranks: Ranks) -> tuple[Queries, Ke
 
 
 def _result(given: torch.Tensor | None, q: torch.Tensor, dim_v: int) -> torch.Tensor:
-    """What is written: the caller's `out` if it can be written there."""
-    shape = (*q.shape[:2], dim_v)
+    """What is written: the caller's `out` if it can be written there. It is bfloat16 for queries of 8 bits."""
+    shape, dtype = (*q.shape[:2], dim_v), torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     if given is None:
-        return q.new_empty(shape)
+        return q.new_empty(shape, dtype=dtype)
     check_shape(check_output(given, "out"), "out", {"rows": shape[0], "num_heads": shape[1], "head_dim_v": dim_v})
     check_same_device(given, "out", q.device)
-    if given.dtype is not q.dtype:
-        raise ValidationError(f"out: expected dtype {q.dtype}, got {given.dtype}.")
-    return given if given.is_contiguous() else q.new_empty(shape)
+    if given.dtype is not dtype:
+        raise ValidationError(f"out: expected dtype {dtype}, got {given.dtype}.")
+    return given if given.is_contiguous() else q.new_empty(shape, dtype=dtype)
 
 
 def ragged_tokens(keys: Keys, most: int) -> Keys:

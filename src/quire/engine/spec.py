@@ -23,7 +23,8 @@ from quire.kernels import PIN, AttentionProblem, Decision, decide, same_rows, va
 from quire.kernels.features import KVLayout, MaskMode, PosEncodingMode, planned_features
 from quire.kernels.hopper import FA3_FP8
 
-_READS_8_BITS = PIN + FA3_FP8.backend
+#: The backend that takes 8-bit queries as they are.
+READS_8_BITS = PIN + FA3_FP8.backend
 
 
 def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:
@@ -136,6 +137,11 @@ class AttentionSpec(NamedTuple):
             tokens[: indices.num_shared_nodes] = indices.prefix_indptr.diff()
         return int(((end - begin) * tokens).sum()) // max(1, int(tokens.sum()))
 
+    @property
+    def typical_rows(self) -> int:
+        """Packed rows of a typical request: its rows of q times grouped heads."""
+        return self._typical_rows() * self.options.num_qo_heads // self.options.num_kv_heads
+
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
         options = self.options
@@ -143,9 +149,8 @@ class AttentionSpec(NamedTuple):
             cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
-        rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
         uniform = options.decodes or (self.indices.qo_indptr is None and not options.deterministic)
-        return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
+        return _decide(str(backend), device, options, self.mask, same_rows(self.typical_rows), uniform)
 
     def settled(self) -> AttentionSpec:
         """The same, with what the environment says of determinism."""
@@ -184,7 +189,7 @@ class AttentionSpec(NamedTuple):
 
     def with_8_bit_queries(self, backend: str) -> AttentionSpec:
         """The same with queries that are not upcast, if `backend` names the kernel that reads them as they are."""
-        if str(backend) != _READS_8_BITS or self.options.types.given is None:
+        if str(backend) != READS_8_BITS or self.options.types.given is None:
             return self
         return self._replace(options=self.options._replace(types=self.options.types.without_upcast))
 
@@ -241,7 +246,7 @@ def within_limits(graph: GraphState, spec: AttentionSpec, backend: str) -> Atten
     with the options of the launch, which the first forward() may have changed.
     """
     indices, nnz = spec.indices, spec.nnz_qo
-    if backend == _READS_8_BITS:
+    if backend == READS_8_BITS:
         raise UnsupportedError(f'backend={backend!r} is not for CUDA graphs; "auto" converts 8-bit queries in them.')
     assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:

@@ -257,6 +257,13 @@ def flash_attn_overlay() -> str:
     return value
 
 
+def multiplies_8_bits() -> bool:
+    """QUIRE_FP8_PRODUCTS=0: whether FlashAttention-3's functions convert queries of 8 bits, also of long prompts."""
+    if (value := _read("QUIRE_FP8_PRODUCTS")) not in (None, "0", "1"):
+        raise _invalid("QUIRE_FP8_PRODUCTS", str(value), "0 or 1")
+    return value != "0"
+
+
 def ask_for_overlays() -> None:
     """Set QUIRE_FLASH_ATTN and QUIRE_FLASHINFER to "on", for this process and for those that it starts."""
     os.environ.update(QUIRE_FLASH_ATTN="on", QUIRE_FLASHINFER="on")
