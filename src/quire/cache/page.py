@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.cache.nvfp4 import (
+from quire.cache.quantization import (
     nvfp4_quantize_append_paged_kv_cache,
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
