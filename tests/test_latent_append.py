@@ -12,7 +12,7 @@ import oracle
 import quire
 from latents import BYTES, packed, packed_v4
 from quire.attention.mla import concat_and_cache_mla, concat_and_cache_mla_rope_fused
-from quire.cache import latent_append
+from quire.cache import latents as cached_latents
 from test_rope import table
 from test_rope_append import assert_quantised
 
@@ -209,4 +209,4 @@ def test_wrong_arguments(device):
 
 
 def test_examples():
-    assert doctest.testmod(latent_append, extraglobs={"torch": torch, "quire": quire}).failed == 0
+    assert doctest.testmod(cached_latents, extraglobs={"torch": torch, "quire": quire}).failed == 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from quire.cache.latent_append import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from quire.cache.latents import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from quire.calls.decode import TableCall
 from quire.calls.latents import (
     MLAPlanMetadata,

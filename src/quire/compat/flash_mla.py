@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.cache.latent_rows import FORMATS, Chosen, check_chosen, format_of, gather_chosen
+from quire.cache.latents import FORMATS, Chosen, check_chosen, format_of, gather_chosen
 from quire.calls.decode import TableCall
 from quire.calls.tables import Scale
 from quire.compat.flash_attn import flash_attn_varlen_func as _varlen
