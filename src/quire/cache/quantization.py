@@ -1,6 +1,6 @@
 """Packing booleans into bits, and appending to a cache of 4 bits (NVFP4), as FlashInfer's quantization module has it.
 
-Keys and values are quantised, each 16 dims with a scale of their own. engine/nvfp4.py says how such a cache lies in
+Keys and values are quantised, each 16 dims with a scale of their own. engine/upcast.py says how such a cache lies in
 memory, kernels/append_nvfp4.h how numbers are rounded. The CPU and GPUs write the same bits. Index arrays on a device
 are not checked: see page.py. API: https://docs.flashinfer.ai/api
 """
@@ -24,11 +24,11 @@ from quire.engine.checks import (
 )
 from quire.engine.device import target_of
 from quire.engine.launch import launch, row_grid
-from quire.engine.nvfp4 import as_bytes
 from quire.engine.operands import byte_offsets, pack_bits
 from quire.engine.operators import operator
 from quire.engine.schedule import check_tables, index_table
 from quire.engine.tensors import PagedCache, cache_tensors, cache_views
+from quire.engine.upcast import as_bytes
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.features import SCALED_NUMBERS, KVLayout, dtype_of

@@ -16,7 +16,6 @@ import torch
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
-from quire.engine.nvfp4 import check_order, numbers_in_byte, scaled, scales_of
 from quire.engine.operands import OperandValue, by_position, split_operands, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
@@ -25,7 +24,7 @@ from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_count
 from quire.engine.spec import AttentionSpec
-from quire.engine.upcast import check_scales
+from quire.engine.upcast import check_order, check_scales, numbers_in_byte, scaled, scales_of
 from quire.engine.wrapper import Pair, SingleDecodeKeywords, SinglePrefillKeywords
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant

@@ -17,10 +17,10 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.graph import is_capturing
-from quire.engine.nvfp4 import as_bytes, check_order, numbers_in_byte, scaled
 from quire.engine.operators import is_tracing
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.tensors import PagedCache, cache_tensors
+from quire.engine.upcast import as_bytes, check_order, numbers_in_byte, scaled
 from quire.errors import PlanError, ValidationError
 from quire.kernels.features import KVLayout, dtype_of
 

@@ -21,10 +21,10 @@ from quire.calls.decode import TableCall
 from quire.calls.tables import Output, PagedKV, Scale
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
-from quire.engine.nvfp4 import scaled
 from quire.engine.operands import OperandValue
 from quire.engine.plan_cache import replayed
 from quire.engine.tensors import LATENT_DIM, LN2, latent_parts
+from quire.engine.upcast import scaled
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout

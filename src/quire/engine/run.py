@@ -12,7 +12,6 @@ from quire.engine.checks import check_flags, check_output, check_shape, check_te
 from quire.engine.device import allocator
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
 from quire.engine.launch import NO_EXTRAS, AttentionPlan, EncodedMaps, Extras, recorded
-from quire.engine.nvfp4 import OPERANDS, check_others, check_scales_fit
 from quire.engine.operands import addresses_of, check_names, unexpected, write_operands
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS, index_limits
@@ -30,7 +29,7 @@ from quire.engine.tensors import (
     to_base_e,
     view_of,
 )
-from quire.engine.upcast import has_scales_of_heads, run_scaled, run_upcast
+from quire.engine.upcast import OPERANDS, check_others, check_scales_fit, has_scales_of_heads, run_scaled, run_upcast
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision
 from quire.kernels.features import NVFP4, DType, KVLayout

@@ -1,9 +1,14 @@
-"""Upcasts to 16 bits: a prologue converts 8-bit and 4-bit keys and values of long prompts, and torch converts 8-bit
-queries unless the kernel reads them as they are.
+"""Keys and values of 8 and 4 bits, as kernels of 16 bits compute with them: scales, and upcasts to 16 bits.
+
+Caches of 4 bits (NVFP4) have numbers of E2M1, tensors [..., head_dim / 2] of bytes, the first number of two in the low
+bits. Their scales, kv_cache_sf, are e4m3 [..., head_dim / 16] with the other dimensions of the numbers, in the same
+order, and with strides of their own: both may lie in one allocation. A key is number x scale x k_scale, a value number
+x scale x v_scale.
 
 A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it
-is faster to write keys and values once in 16 bits and to read them again. The copies are in the workspace, page after
-page in the order of paged_kv_indices. A page that several requests share is copied for each.
+is faster to write keys and values once in 16 bits, in a prologue, and to read them again. The copies are in the
+workspace, page after page in the order of paged_kv_indices. A page that several requests share is copied for each.
+8-bit queries are converted by torch, unless the kernel reads them as they are.
 
 FlashInfer's kernels for such queries also take a scale for each head of q, k and v. A query head has one KV head, so
 the scales of q and k can multiply the copy, and those of v the result. In float16 the copy is also divided by a power
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +31,137 @@ from quire.engine.launch import launch, row_grid
 from quire.engine.options import PlanOptions
 from quire.engine.rope_prologue import Prologue, kept, largest_page, set_aside, view_of
 from quire.engine.schedule import Indices
-from quire.errors import ValidationError
+from quire.engine.tensors import PagedCache, cache_tensors
+from quire.errors import UnsupportedArgumentError, ValidationError
 from quire.jit import get_module, is_obtainable, without_matrix_unit
 from quire.kernels import PIN, Decision
-from quire.kernels.features import NVFP4, MaskMode, PosEncodingMode, View
+from quire.kernels.features import (
+    NVFP4,
+    SCALED_NUMBERS,
+    SCALED_OPERANDS,
+    DType,
+    MaskMode,
+    Operand,
+    PosEncodingMode,
+    View,
+    blocks_of,
+)
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import WidenParams
+
+_BYTES = (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8))
+_SCALES = (torch.float8_e4m3fn, torch.uint8)
+#: FlashInfer's backend that reads the scales of values in another order than all others.
+_SWIZZLES = "trtllm-gen"
+
+
+def numbers_in_byte(tensor: torch.Tensor) -> int:
+    """2 for a tensor of such numbers, 1 for any other."""
+    return 2 if tensor.dtype in _BYTES else 1
+
+
+def scaled(kv: Any, kv_cache_sf: Any, page_size: int) -> tuple[PagedCache, tuple[torch.Tensor, ...]]:
+    """A cache of such numbers as uint8, and its scales as `others` of RunOptions; none where there are none.
+
+    page_size: 0 for ragged keys and values.
+    """
+    if kv_cache_sf is None:
+        return kv, ()
+    tensors = tuple(as_bytes(tensor) for tensor in cache_tensors(kv))
+    for tensor in tensors:
+        if (dtype := getattr(tensor, "dtype", None)) is not torch.uint8:
+            raise ValidationError(f"kv_cache_sf: expected None with keys and values of {dtype}, got scales.")
+    scales = scales_of(kv_cache_sf, page_size)
+    return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1]), scales
+
+
+def check_order(backend: Any) -> None:
+    """Refuse the one of FlashInfer's backends for which the scales of values would be in another order."""
+    if str(backend) == _SWIZZLES:
+        raise UnsupportedArgumentError(
+            f"backend: expected another than {_SWIZZLES!r} with kv_cache_sf, which interleaves scales of four "
+            f"tokens of values; they are read in the order of the cache, as fa2 and xqa have them."
+        )
+
+
+def as_bytes(tensor: Any) -> torch.Tensor:
+    """A tensor of such numbers as uint8, which is what torch's float4_e2m1fn_x2 is."""
+    is_other = isinstance(tensor, torch.Tensor) and tensor.dtype in _BYTES and tensor.dtype is not torch.uint8
+    return tensor.view(torch.uint8) if is_other else tensor  # type: ignore[no-any-return]
+
+
+def scales_of(kv_cache_sf: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of keys and of values, [pages, ...] in the order of the cache; ragged ones are one page."""
+    if isinstance(kv_cache_sf, torch.Tensor):
+        stacked = kv_cache_sf
+        if stacked.dim() not in ((4, 5) if page_size == 1 else (5,)) or stacked.shape[1] != 2 or not page_size:
+            raise ValidationError(
+                f"kv_cache_sf: expected a pair (k_sf, v_sf), or for pages one tensor [num_pages, 2, ..., head_dim / "
+                f"{SCALED_NUMBERS}], got {list(stacked.shape)}."
+            )
+        pair: tuple[Any, ...] = (stacked.select(1, 0), stacked.select(1, 1))
+    elif isinstance(kv_cache_sf, (tuple, list)) and len(kv_cache_sf) == 2:
+        pair = tuple(kv_cache_sf)
+    else:
+        raise ValidationError(
+            f"kv_cache_sf: expected the scales of keys and values, a pair (k_sf, v_sf) or one tensor, got "
+            f"{type(kv_cache_sf).__name__}."
+        )
+    k_sf, v_sf = (_as_pages(scales, f"kv_cache_sf[{i}]", page_size) for i, scales in enumerate(pair))
+    return k_sf, v_sf
+
+
+def _as_pages(scales: Any, name: str, page_size: int) -> torch.Tensor:
+    if not isinstance(scales, torch.Tensor) or scales.dtype not in _SCALES:
+        got = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
+        raise ValidationError(f"{name}: expected scales of {_SCALES[0]}, or their bytes, got {got}.")
+    tensor = scales.view(torch.float8_e4m3fn)
+    if tensor.dim() == 3 and page_size in (0, 1):
+        tensor = tensor.unsqueeze(1 if page_size else 0)
+    if tensor.dim() != 4:
+        wanted = "[num_pages, page_size, num_kv_heads" if page_size else "[nnz_kv, num_kv_heads"
+        raise ValidationError(
+            f"{name}: expected {wanted}, head_dim / {SCALED_NUMBERS}] in the order of kv_layout, got "
+            f"{list(scales.shape)}."
+        )
+    return tensor
+
+
+#: The operands of run() with such keys and values, in the order of AttentionScaledParams.
+OPERANDS = tuple(operand for block in blocks_of(SCALED_OPERANDS) for operand in block)
+
+
+def check_others(kv: DType, operands: Sequence[Operand], count: int) -> None:
+    """Check the number of tensors beside q, k, v and the result of run(), for keys and values of type `kv`: scales of
+    latents may be left out.
+    """
+    if kv is NVFP4 and count != len(operands) - 4:
+        raise ValidationError("kv_cache_sf: expected the scales of keys and values of 4 bits (NVFP4), got None.")
+    if count > len(operands) - 4:
+        raise ValidationError(f"kv_cache_sf: expected None, as plan() was told keys and values of {kv.torch_name}.")
+
+
+def check_scales_fit(views: Mapping[str, View], operands: Sequence[Operand]) -> None:
+    """Check that scales are of as many pages, tokens and heads as the operand that they are of."""
+    for operand in operands:
+        if operand.scales is None or operand.scales.name not in views:
+            continue
+        wanted, got = (list(views[name].sizes[:3]) for name in (operand.name, operand.scales.name))
+        if wanted != got:
+            raise ValidationError(
+                f"kv_cache_sf: expected scales of {wanted} pages, tokens and heads, as the cache has, got {got}."
+            )
+
+
+# --- upcasts ahead of the kernel -------------------------------------------------------------------------------------
+
 
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
 #: of memory for each number, against the sixth by which such a kernel is slower over 8-bit keys. No kernel with wgmma
 #: reads keys of 4 bits: those with mma.sync take twice the time.
 _LEAST_ROWS = 1400
 _LEAST_ROWS_OF_4_BITS = 512
-_BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
+_VECTOR_BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
 _KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h
 
 
@@ -107,7 +230,7 @@ class UpcastPrologue(Prologue):
             head_dim_v=options.head_dim_vo, kind=_KINDS.index(options.types.kv.slug),
         )  # fmt: skip
         self._key = _key(plain)
-        vectors = max(options.head_dim_qk, options.head_dim_vo) * options.types.kv.bits // (8 * _BYTES)
+        vectors = max(options.head_dim_qk, options.head_dim_vo) * options.types.kv.bits // (8 * _VECTOR_BYTES)
         self._grid = row_grid(count * options.page_size, options.num_kv_heads * vectors)
 
     def bind(

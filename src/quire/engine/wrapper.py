@@ -20,13 +20,13 @@ from quire.engine.checks import check_flags, last_of_lens
 from quire.engine.device import ALIGNMENT, UserWorkspace
 from quire.engine.graph import GraphState, graph_state
 from quire.engine.inspection import Explanation
-from quire.engine.nvfp4 import check_order, scaled
 from quire.engine.operators import TracedRun, handle_of, is_tracing
 from quire.engine.options import logits_options, split_size
 from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
+from quire.engine.upcast import check_order, scaled
 from quire.errors import PlanError, UnsupportedError
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout, MaskMode
