@@ -227,10 +227,10 @@ def flow(batch, mode=None, masked=False, graph=False, **options):
 
 def named():
     """What `--attention-backend quire` becomes, and what SGLang's registry has under the name."""
-    from quire.compat.engines import sglang
+    from quire.compat.engines import resolve_sglang
 
     arguments = NS(attention_backend="quire", prefill_attention_backend=None, decode_attention_backend="quire", speculative_draft_attention_backend=None)  # fmt: skip
-    sglang.resolve(arguments)
+    resolve_sglang(arguments)
     assert (arguments.attention_backend, arguments.decode_attention_backend) == ("fa3", "fa3")
     return torch.ones(1), torch.ones(1)
 

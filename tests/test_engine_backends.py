@@ -20,7 +20,6 @@ import quire
 from oracle import attention, latent_attention
 from quire.compat import engines
 from quire.compat import flashinfer as overlay
-from quire.compat.engines import sglang
 from quire.compat.flashinfer import devices
 from quire.jit import config
 
@@ -456,7 +455,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
                 "HookRegistry": SimpleNamespace(register=lambda *args: registered.append(args)),
             },
             "sglang.srt.utils.common": {"get_device_capability": lambda: (9, 0)},
-            sglang.REGISTRY: {
+            engines.SGLANG_REGISTRY: {
                 "ATTENTION_BACKENDS": backends,
                 "register_attention_backend": lambda name: lambda make: backends.setdefault(name, make),
             },
@@ -478,8 +477,8 @@ def test_the_name_in_sglangs_options(hooks: list[Any]) -> None:
     engines.sglang_plugin()
     choices = sys.modules["sglang.srt.arg_groups.choices"]
     assert choices.ATTENTION_BACKEND_CHOICES == choices.DRAFT_ATTENTION_BACKEND_CHOICES == ["fa3", "quire"]
-    assert hooks == [("sglang.srt.server_args.ServerArgs.resolve_once", sglang.resolve, "before")]
-    assert sys.modules[sglang.REGISTRY].ATTENTION_BACKENDS["quire"] is sglang.create
+    assert hooks == [("sglang.srt.server_args.ServerArgs.resolve_once", engines.resolve_sglang, "before")]
+    assert sys.modules[engines.SGLANG_REGISTRY].ATTENTION_BACKENDS["quire"] is engines.create_sglang
 
 
 @pytest.mark.parametrize(("capability", "served"), [((9, 0), "fa3"), ((12, 0), "flashinfer")])
@@ -493,18 +492,18 @@ def test_what_the_name_becomes(
         attention_backend=None, prefill_attention_backend="triton", decode_attention_backend="quire",
         speculative_draft_attention_backend="quire",
     )  # fmt: skip
-    assert sglang.resolve(arguments) is None
+    assert engines.resolve_sglang(arguments) is None
     assert vars(arguments) == {
         "attention_backend": None, "prefill_attention_backend": "triton", "decode_attention_backend": served,
         "speculative_draft_attention_backend": served,
     }  # fmt: skip
     assert config.flash_attn_overlay() == config.flashinfer_overlay() == "on"
-    assert sglang.create("runner") == (served, "runner")
+    assert engines.create_sglang("runner") == (served, "runner")
 
 
 def test_other_names_stay(hooks: list[Any]) -> None:
     del hooks
     arguments = SimpleNamespace(attention_backend="fa3", prefill_attention_backend=None)
-    sglang.resolve(arguments)
+    engines.resolve_sglang(arguments)
     assert vars(arguments) == {"attention_backend": "fa3", "prefill_attention_backend": None}
     assert config.flash_attn_overlay() == ""

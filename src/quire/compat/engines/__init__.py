@@ -20,6 +20,12 @@ GPU on which no variant of Quire has run (`quire matrix`), unless QUIRE_FLASH_AT
 vLLM and SGLang call vllm_plugin() and sglang_plugin() in each of their processes, through the entry points
 vllm.general_plugins and sglang.srt.plugins. Both also call quire.compat.flashinfer.activate(). If an engine has made 50
 steps without a call that Quire could serve, the log says once which flag to set.
+
+SGLang's name `quire`, of `--attention-backend` and of the options for prefill, decode and drafts alone, becomes
+SGLang's own name for its backend of FlashAttention-3 before it resolves its options. So whatever it decides by name
+holds: which models need this backend (gpt-oss, Llama 4), how DeepSeek's models divide prefill and decode, which pages,
+graphs and drafts are possible. On GPUs for which SGLang has no FlashAttention-3 the backend is the one of FlashInfer,
+in whose place Quire is, too. Nothing of an engine is imported before the engine imports it.
 """
 
 from __future__ import annotations
@@ -34,7 +40,6 @@ from types import ModuleType
 from typing import Any
 
 from quire.compat import flashinfer
-from quire.compat.engines import sglang
 from quire.compat.engines.in_place import install, uninstall
 from quire.compat.flashinfer import devices
 from quire.compat.flashinfer.names import spec_and_then
@@ -101,9 +106,64 @@ def sglang_plugin() -> None:
     flashinfer.activate()
     if config.flash_attn_overlay():
         install()
-    sglang.register()
-    _later.after(sglang.REGISTRY, sglang.register_backend)
+    _register_sglang()
+    _later.after(SGLANG_REGISTRY, _register_backend)
     _watch(_Steps("ModelRunner.forward", "--attention-backend quire"), ("sglang.srt.model_executor.model_runner",))
+
+
+SGLANG_REGISTRY = "sglang.srt.layers.attention.attention_registry"
+_SGLANG = "quire"
+_SGLANG_OPTIONS = (
+    "attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend",
+)  # fmt: skip
+
+
+def _register_sglang() -> None:
+    """Make the name known to SGLang's options. May be called repeatedly."""
+    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    if _SGLANG in choices.ATTENTION_BACKEND_CHOICES:
+        return
+    for name, names in vars(choices).items():
+        if "ATTENTION_BACKEND" in name and isinstance(names, list) and "fa3" in names:
+            names.append(_SGLANG)
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", resolve_sglang, hooks.HookType.BEFORE)
+
+
+def _register_backend(registry: str) -> None:
+    """Put the name into SGLang's registry of backends, once that module is there."""
+    importlib.import_module(registry).register_attention_backend(_SGLANG)(create_sglang)
+
+
+def resolve_sglang(server_args: Any) -> None:
+    """Put the backend that Quire serves in the place of the name in SGLang's options, for all processes of a server."""
+    asked = [name for name in _SGLANG_OPTIONS if getattr(server_args, name, None) == _SGLANG]
+    if not asked:
+        return
+    served = _served_backend()
+    for name in asked:
+        setattr(server_args, name, served)
+    config.ask_for_overlays()  # for the processes that are to come
+    _replace()
+    events.info(f"SGLang's backend {served} runs on Quire ({', '.join(asked)})")
+
+
+def create_sglang(runner: Any) -> Any:
+    """SGLang's backend for a model runner, with Quire's functions: what its registry has under the name."""
+    _replace()
+    return importlib.import_module(SGLANG_REGISTRY).ATTENTION_BACKENDS[_served_backend()](runner)
+
+
+def _served_backend() -> str:
+    """FlashAttention-3's where SGLang has it, else FlashInfer's."""
+    common = importlib.import_module("sglang.srt.utils.common")
+    major, _ = common.get_device_capability()
+    return "fa3" if major == 9 else "flashinfer"
+
+
+def _replace() -> None:
+    install()
+    flashinfer.activate()
 
 
 # --- steps of engines ------------------------------------------------------------------------------------------------
