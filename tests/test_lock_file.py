@@ -14,7 +14,7 @@ import torch
 
 import quire
 from quire import cli, jit
-from quire.jit.manifest import MANIFEST, Manifest
+from quire.jit.store import MANIFEST, Manifest
 from stub_compiler import write_stub
 
 SLUGS = (f"packbits.{jit.host_target()}.any.v1", f"append.{jit.host_target()}.u16.v8")

@@ -15,8 +15,8 @@ from quire import jit
 from quire.errors import CompileError, ValidationError
 from quire.jit import Spec, cpu
 from quire.jit.compiler import Memory
-from quire.jit.manifest import make_request, toolchain_digest
 from quire.jit.toolchain import Gxx, Nvcc, for_target
+from quire.jit.unit import make_request, toolchain_digest
 
 
 def digest(spec: Spec, templates: Path) -> str:

@@ -25,9 +25,8 @@ from scale import HOST, Collect, FakeCompiler
 from quire import cli, jit
 from quire.errors import CacheError, ValidationError
 from quire.jit import archive, doctor, signing, tier
-from quire.jit.manifest import MANIFEST, Manifest
 from quire.jit.signing import SIGNATURE, PrivateKey, TrustedKeys, subject_of_entry, subject_of_object
-from quire.jit.store import Store
+from quire.jit.store import MANIFEST, Manifest, Store
 
 OTHER = replace(HOST, slug="scale.other")
 Files = dict[str, bytes]

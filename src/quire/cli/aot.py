@@ -32,8 +32,8 @@ from quire.jit import (
 )
 from quire.jit.archive import Pin, import_entries, pack
 from quire.jit.cpu import default_jobs
-from quire.jit.manifest import request_digest
 from quire.jit.toolchain import HOST_TARGETS
+from quire.jit.unit import request_digest
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.expressions.variant import Variant

@@ -32,8 +32,8 @@ from quire.cli.parser import add_command, count, tell
 from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Store, build, config
 from quire.jit.archive import verify_archive
-from quire.jit.manifest import MANIFEST
 from quire.jit.signing import PrivateKey, TrustedKeys, parse_date, signing_key, subject_of_file, trusted_keys
+from quire.jit.store import MANIFEST
 from quire.jit.stores import prebuilt_stores, user_store
 
 if TYPE_CHECKING:

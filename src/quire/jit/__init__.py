@@ -3,7 +3,7 @@
 The path of `get_module(spec)`:
 
     memory    return the module if this process has loaded it                          a dictionary lookup
-    request   hash what the source file is made from, with its headers and target      manifest.py
+    request   hash what the source file is made from, with its headers and target      unit.py
     stores    look in the user's cache, the machine's cache, installed packages        store.py
     lock      let one process build the entry; look in the store again                 builder.py
     tier      copy the entry from the remote cache, if one is configured               tier.py
@@ -51,12 +51,11 @@ from quire.jit.builder import compile_entry, entry_lock
 from quire.jit.compilation import stop_compilers
 from quire.jit.cpu import host_target, without_matrix_unit
 from quire.jit.driver import encode_tensor_map
-from quire.jit.manifest import Manifest, Request, make_request, toolchain_digest
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
-from quire.jit.store import Entry, Store
+from quire.jit.store import Entry, Manifest, Store
 from quire.jit.stores import by_nearness, explain, reading_stores, user_store, writable
 from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
-from quire.jit.unit import Spec, Struct
+from quire.jit.unit import Request, Spec, Struct, make_request, toolchain_digest
 
 if TYPE_CHECKING:
     from quire.jit.tier import Tier

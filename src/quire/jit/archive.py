@@ -23,9 +23,9 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from quire.errors import CacheError, ValidationError
-from quire.jit.manifest import Manifest, Request, entry_name
 from quire.jit.signing import TrustedKeys
-from quire.jit.store import Entry, Store
+from quire.jit.store import Entry, Manifest, Store, entry_name
+from quire.jit.unit import Request
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _LARGEST_ENTRY = 1 << 28  #: bytes of its files

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from quire.errors import CacheError, CompileError
 from quire.jit import compilation, config, events, trust, unit
-from quire.jit.manifest import Request
+from quire.jit.unit import Request
 
 _LARGEST = 1 << 20  #: bytes; an answer takes a few hundred
 

@@ -12,24 +12,110 @@ cache may be overwritten while processes use it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, get_origin, get_type_hints
 
 from quire.errors import CacheError
 from quire.jit import events, trust
 from quire.jit.compiler import Memory
-from quire.jit.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, Request, entry_name
 from quire.jit.signing import LARGEST_SIGNATURE, SIGNATURE, PrivateKey, TrustedKeys, subject_of_entry
+from quire.jit.unit import SCHEMA, Request, is_slug, request_digest, toolchain_digest
 
 _DIRECTORIES = ("entries", "locks", "permits", "staging", "logs", "quarantine")
 _STALE_SECONDS = 3600.0
 _LARGEST_FILE = 1 << 28  #: bytes of a file that a signature covers
+
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 20  #: bytes; a manifest usually has a few thousand
+
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_NO_DIGEST = "0" * 64  #: takes the digest's place while the digest is computed
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an entry contains, which toolchain made it, and how the compile went."""
+
+    schema: str
+    slug: str
+    target: str
+    fields: dict[str, str]  #: the variant as the user spells it, for explaining a miss
+    request: dict[str, str]  #: the labelled parts of the first half of the entry's name
+    toolchain: dict[str, str]  #: the labelled parts of the second half
+    entry: str  #: exported symbol
+    warmup: str  #: `quire warmup` arguments that build exactly this variant
+    artifact: str  #: file name
+    size: int  #: bytes
+    sha256: str
+    exports: dict[str, int]  #: constants of the kernel: threads, shared memory, ...
+    registers: int | None
+    spills: int | None  #: bytes of spill stores and loads
+    stack: int | None
+    smem: int | None
+    warnings: list[str]
+    seconds: float  #: of the compile
+    peak_bytes: int | None  #: resident set of the compiler, where known
+    created: float  #: seconds since the epoch
+
+    @classmethod
+    def read(cls, data: str | bytes) -> Manifest:
+        """Parse JSON; CacheError if it is not a manifest of this schema, or was changed."""
+        try:
+            text = data if isinstance(data, str) else data.decode()
+            found = json.loads(text)
+            if found["schema"] != SCHEMA:
+                raise CacheError(f"schema is {found['schema']!r}, expected {SCHEMA!r}")
+            if found["digest"] != _digest(text.replace(found["digest"], _NO_DIGEST)):
+                raise CacheError("manifest has another digest than it says")
+            for name, kind in _field_types().items():
+                if not isinstance(found[name], kind):
+                    raise TypeError(f"{name} is {str(found[name])[:80]!r}")
+            manifest = cls(**{name: found[name] for name in _field_types()})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CacheError(f"manifest is unreadable ({type(error).__name__}: {error})") from error
+        if _FILE.fullmatch(manifest.artifact) is None or not is_slug(manifest.slug):
+            raise CacheError(
+                f"manifest names no plain file or slug: {manifest.artifact[:80]!r}, {manifest.slug[:80]!r}"
+            )
+        return manifest
+
+    def describes(self, request: Request) -> bool:
+        """Whether the entry is of `request`, and exports the symbol of its spec."""
+        spec = request.spec
+        return (self.request, self.target, self.entry) == (dict(request.parts), spec.target, spec.entry)
+
+    def write(self) -> str:
+        """The manifest as JSON, with a digest of all of it."""
+        text = json.dumps({**asdict(self), "digest": _NO_DIGEST}, indent=1, sort_keys=True) + "\n"
+        return text.replace(_NO_DIGEST, _digest(text))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    """The JSON type of each field of a manifest."""
+    return {
+        name: get_origin(hint) if get_origin(hint) in (dict, list) else hint
+        for name, hint in get_type_hints(Manifest).items()
+    }
+
+
+def entry_name(request: Mapping[str, str], toolchain: Mapping[str, str]) -> str:
+    """The directory name of the entry of a request and a toolchain."""
+    return f"{request_digest(request)}-{toolchain_digest(toolchain)}"
 
 
 @dataclass(frozen=True)

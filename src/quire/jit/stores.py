@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from quire.errors import CacheError
 from quire.jit import config, events
-from quire.jit.manifest import Manifest, Request
 from quire.jit.signing import trusted_keys
-from quire.jit.store import Store
+from quire.jit.store import Manifest, Store
+from quire.jit.unit import Request
 
 if TYPE_CHECKING:
     pass

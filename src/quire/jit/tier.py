@@ -35,9 +35,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from quire.errors import CacheError, ValidationError
 from quire.jit import config, events
 from quire.jit.archive import import_entries, pack
-from quire.jit.manifest import Manifest, Request, request_digest, toolchain_digest
 from quire.jit.signing import Signatures, Trust, opened, read_secret, sealed
-from quire.jit.store import Entry, Store
+from quire.jit.store import Entry, Manifest, Store
+from quire.jit.unit import Request, request_digest, toolchain_digest
 
 LIMIT_SECONDS = 5.0  #: of one operation
 RETRY_SECONDS = 60.0  #: before a server that has failed is asked again

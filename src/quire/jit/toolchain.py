@@ -26,7 +26,7 @@ from typing import ClassVar
 from quire.errors import CompileError, UnsupportedError
 from quire.jit import compilation, config, nvrtc_worker
 from quire.jit.compiler import Toolchain, ask, resolve_scripts
-from quire.jit.manifest import Request
+from quire.jit.unit import Request
 
 #: Device targets and the architecture nvcc calls them by. a: that architecture only; f: its family.
 _CUDA_ARCHITECTURES = (

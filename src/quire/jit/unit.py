@@ -1,4 +1,4 @@
-"""The unit that a compiler takes: what names it (Spec), the headers that it includes, its rendered text, its exports.
+"""The unit that a compiler takes: what names it (Spec), the headers that it includes, its text, the request for it.
 
 The parser of includes is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers
 that come with the compiler. Any other include could change an artifact without changing its key, so it is an error.
@@ -9,6 +9,10 @@ nvcc includes of its own accord; the toolkit's headers that it includes in turn 
 The templates stay readable as C++ and as ninja. Jinja's default delimiters clash with C++ (`}}`) and with raw PTX
 (`"{%3, %4}"`); `@{ name }` and lines that begin with `//%` occur in neither language. Jinja is imported on first use,
 because the import takes longer than the rest of a hit.
+
+All parts of a request are known without running anything: the format of entries and launches, the template and values
+of the unit, the content of every header that it includes, the target. The toolchain and its flags are the other half
+of an entry's name (toolchain.py), because several toolchains can serve the same request.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import io
 import json
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import CacheError, CompileError
+from quire.errors import CacheError, CompileError, ValidationError
+from quire.jit import cpu
 
 if TYPE_CHECKING:
     import jinja2
@@ -307,3 +313,62 @@ def render_ninja(templates: Path, *, slug: str, command: str, source: str, artif
     """The ninja file that builds one artifact; `command` is a shell command line."""
     text = _template(_read_text(templates, "build.ninja.jinja"))
     return text.render(slug=slug, command=command.replace("$", "$$"), source=source, artifact=artifact)
+
+
+# --- the request for it ----------------------------------------------------------------------------------------------
+
+#: Version of the entry's format and of the calls of artifacts. Raise it when either changes, and when flags change what
+#: the code computes, because hosts without a compiler accept entries with any flags.
+SCHEMA = "quire-entry-4"
+
+_SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One variant, as it would be built from the templates as they are now."""
+
+    spec: Spec
+    templates: Path
+    headers: tuple[Header, ...]
+    parts: Mapping[str, str]  #: label -> the part, or its sha256
+    digest: str  #: of `parts`: the first half of an entry's name
+
+    @property
+    def source(self) -> str:
+        """The text of the translation unit, rendered on each access."""
+        return render_source(self.templates, self.spec)
+
+
+def _digest_of(parts: Mapping[str, str]) -> str:
+    """sha256 over labelled parts, independent of their order."""
+    return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()
+
+
+def request_digest(parts: Mapping[str, str]) -> str:
+    """The first half of an entry's name."""
+    return _digest_of(parts)[:40]
+
+
+def toolchain_digest(parts: Mapping[str, str]) -> str:
+    """The second half of an entry's name."""
+    return _digest_of(parts)[:12]
+
+
+def is_slug(text: str) -> bool:
+    """Whether `text` can be the name of a variant and its directory."""
+    return _SLUG.fullmatch(text) is not None
+
+
+def make_request(spec: Spec, templates: Path) -> Request:
+    """Hash the spec and the headers under `templates` that it includes. Starts no process."""
+    if not is_slug(spec.slug):
+        raise ValidationError(f"slug: expected [a-z0-9._-]+ of at most 200 characters, got {spec.slug!r}")
+    found = closure(templates / "include", spec.header, device=spec.device)
+    parts = {
+        "schema": SCHEMA,
+        "target": f"native {cpu.fingerprint()}" if spec.target == "native" else spec.target,
+        "source": source_digest(templates, spec),
+        **{f"header {header.name}": header.digest for header in found},
+    }
+    return Request(spec, templates, found, parts, request_digest(parts))
