@@ -11,7 +11,7 @@ import pytest
 
 from quire import jit
 from quire.engine import schedule, spec
-from quire.jit import cpu, toolchain, unit
+from quire.jit import machine, toolchain, unit
 
 TARGET = "x86-64-v4-amx"
 _HEADER = Path(__file__).with_name("emulated_tiles.h")
@@ -26,7 +26,7 @@ def processor_with_tiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> It
     with monkeypatch.context() as patch:
         patch.setenv("QUIRE_CPU_TARGET", TARGET)
         patch.setattr(unit, "root", lambda: templates)
-        patch.setattr(cpu, "supports", lambda _: True)
+        patch.setattr(machine, "supports", lambda _: True)
         patch.setitem(toolchain.HOST_TARGETS, TARGET, "x86-64-v4")
         _forget()
         yield

@@ -21,7 +21,7 @@ from problems import Problem
 from quire import jit
 from quire.cli import aot
 from quire.engine import schedule, spec
-from quire.jit import cpu, module
+from quire.jit import machine, module
 from test_schedule import Batch, partitions_of, tiles_of
 
 pytestmark = [
@@ -52,7 +52,7 @@ def arm(driver: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     with monkeypatch.context() as patch:
         patch.setenv("QUIRE_CPU_TARGET", "aarch64")
-        patch.setattr(cpu, "supports", lambda _: True)
+        patch.setattr(machine, "supports", lambda _: True)
         patch.setattr(module, "load_library", load)
         _forget()
         yield functions

@@ -15,11 +15,11 @@ from problems import Problem
 from quire import jit
 from quire.cli import aot
 from quire.engine import device, spec
-from quire.jit import config, cpu
+from quire.jit import config, machine
 from quire.kernels import AttentionProblem, decide
 from quire.kernels.features import MaskMode, PosEncodingMode, dtype_of
 
-HAS_AVX512 = cpu.supports("x86-64-v4")
+HAS_AVX512 = machine.supports("x86-64-v4")
 BF16 = torch.bfloat16
 
 
@@ -31,7 +31,7 @@ def tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A processor with tiles."""
     if not HAS_AVX512:
         pytest.skip("the emulated tiles are vectors of AVX-512")
-    if cpu.supports(TARGET):
+    if machine.supports(TARGET):
         yield
         return
     with processor_with_tiles(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_pages(tiles: None, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "bits", "odd-dims", "e4m3"])
 def test_dot_products(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if not cpu.supports(DOTS):
+    if not machine.supports(DOTS):
         pytest.skip("this processor has no AVX512-BF16")
     p = PROBLEMS[name]
     monkeypatch.setenv("QUIRE_CPU_TARGET", DOTS)
@@ -160,7 +160,7 @@ def test_only_code_that_multiplies_tiles_is_compiled_for_amx(problem: AttentionP
 
 def test_other_code_is_that_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
-    monkeypatch.setattr(cpu, "supports", lambda _: True)
+    monkeypatch.setattr(machine, "supports", lambda _: True)
     assert jit.host_target() == device.target_of(torch.device("cpu")) == "x86-64-v4"
     assert device.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
 
@@ -169,12 +169,12 @@ def test_other_code_is_that_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_may_not_use_tiles_takes_dot_products(
     monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str
 ) -> None:
-    levels = frozenset[str]().union(*cpu._LEVELS.values())
-    monkeypatch.setattr(cpu, "features", lambda: levels)
-    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(cpu, "may_use_tiles", lambda: allowed)
-    assert cpu._best_target.__wrapped__() == expected
-    assert cpu.supports("native") == allowed
+    levels = frozenset[str]().union(*machine._LEVELS.values())
+    monkeypatch.setattr(machine, "features", lambda: levels)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine, "may_use_tiles", lambda: allowed)
+    assert machine._best_target.__wrapped__() == expected
+    assert machine.supports("native") == allowed
 
 
 def test_without_a_compiler_prebuilt_code_for_avx512_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_without_a_compiler_prebuilt_code_for_avx512_runs(monkeypatch: pytest.Mo
         pytest.skip("this processor has no AVX-512")
     p = problem(causal=True)
     monkeypatch.delenv("QUIRE_CPU_TARGET", raising=False)
-    monkeypatch.setattr(cpu, "_best_target", lambda: TARGET)
+    monkeypatch.setattr(machine, "_best_target", lambda: TARGET)
     monkeypatch.setattr(spec, "is_obtainable", lambda wanted: wanted.target != TARGET)
     spec._decide.cache_clear()
     p.check(*prefill_ragged(p, "quire:cpu"))
@@ -191,7 +191,7 @@ def test_without_a_compiler_prebuilt_code_for_avx512_runs(monkeypatch: pytest.Mo
 
 def test_a_processor_without_tiles_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
-    monkeypatch.setattr(cpu, "features", lambda: cpu._LEVELS["x86-64-v3"])
+    monkeypatch.setattr(machine, "features", lambda: machine._LEVELS["x86-64-v3"])
     assert config.cpu_target() == TARGET
     with pytest.raises(quire.ValidationError, match="processor does not run 'x86-64-v4-amx'"):
         jit.host_target()

@@ -536,9 +536,9 @@ def test_a_runtime_directory_of_others_is_not_used(
 
 @pytest.mark.parametrize(("peak", "memory", "compilers"), [(None, 3, 3), (200 << 20, 3, 8), (4 << 30, 3, 1), (1, 1, 8)])
 def test_compilers_by_memory(peak: int | None, memory: int, compilers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit.cpu, "_processors", lambda: 8)
-    monkeypatch.setattr(jit.cpu, "available_bytes", lambda: memory << 30)
-    assert jit.cpu.default_jobs(peak) == compilers
+    monkeypatch.setattr(jit.machine, "_processors", lambda: 8)
+    monkeypatch.setattr(jit.machine, "available_bytes", lambda: memory << 30)
+    assert jit.machine.default_jobs(peak) == compilers
 
 
 # --- sealing ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import main
-from quire.jit import cpu, doctor, stores
+from quire.jit import doctor, machine, stores
 from stub_compiler import write_stub
 
 Patch = pytest.MonkeyPatch
@@ -57,7 +57,7 @@ def _misspelt_name(tmp: Path, patch: Patch) -> None:
 
 
 def _foreign_cpu(tmp: Path, patch: Patch) -> None:
-    patch.setenv("QUIRE_CPU_TARGET", "aarch64" if cpu.host_target() != "aarch64" else "x86-64-v3")
+    patch.setenv("QUIRE_CPU_TARGET", "aarch64" if machine.host_target() != "aarch64" else "x86-64-v3")
 
 
 def _no_gxx(tmp: Path, patch: Patch) -> None:
@@ -100,11 +100,11 @@ def _no_ninja(tmp: Path, patch: Patch) -> None:
 def _no_driver(tmp: Path, patch: Patch) -> None:
     (tmp / "nvidiactl").write_text("")
     patch.setattr(doctor, "_GPU_FILES", (tmp / "nvidiactl",))
-    patch.setattr(doctor.driver, "available", lambda: False)
+    patch.setattr(doctor.machine, "available", lambda: False)
 
 
 def _torch_without_cuda(tmp: Path, patch: Patch) -> None:
-    patch.setattr(doctor.driver, "present_targets", lambda: ("sm90a",))
+    patch.setattr(doctor.machine, "present_targets", lambda: ("sm90a",))
     patch.setattr(doctor.importlib.metadata, "version", lambda name: "2.13.0+cpu")
     patch.setenv("QUIRE_NVCC", str(nvcc(tmp / "cuda", *WHOLE)))
 
@@ -149,11 +149,11 @@ def _no_inodes(tmp: Path, patch: Patch) -> None:
 
 
 def _no_memory(tmp: Path, patch: Patch) -> None:
-    patch.setattr(doctor.cpu, "available_bytes", lambda: 100 << 20)
+    patch.setattr(doctor.machine, "available_bytes", lambda: 100 << 20)
 
 
 def _damaged_entry(tmp: Path, patch: Patch) -> None:
-    assert main(["warmup", "--exact", f"packbits.{cpu.host_target()}.any.v1"]) == 0
+    assert main(["warmup", "--exact", f"packbits.{machine.host_target()}.any.v1"]) == 0
     next((tmp / "cache").glob("entries/*/*/*.so")).write_bytes(b"x")
 
 

@@ -16,7 +16,7 @@ from ptx.impersonated import GPUS, capability, impersonated, is_of_another_gpu, 
 from quire import jit
 from quire.cli.aot import spec_of
 from quire.errors import CacheError, UnsupportedError
-from quire.jit import driver
+from quire.jit import machine
 from quire.jit.toolchain import Nvcc, find_toolchain
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.kernels.features import MaskMode, dtype_of
@@ -43,18 +43,18 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_the_planner_takes_it_for_the_other_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, own = GPUS[name], driver.Driver.max_dynamic_smem
-    monkeypatch.setattr(driver, "capability", lambda _: (9, 0))
-    driver.cuda_target.cache_clear()
-    assert driver.cuda_target(0) == "sm90a"
+    gpu, own = GPUS[name], machine.Driver.max_dynamic_smem
+    monkeypatch.setattr(machine, "capability", lambda _: (9, 0))
+    machine.cuda_target.cache_clear()
+    assert machine.cuda_target(0) == "sm90a"
     with on_an_h200(monkeypatch, name):
-        assert driver.cuda_target(0) == gpu.target and capability() == gpu.capability
-        assert driver.Driver.max_dynamic_smem(None, 0) == gpu.smem_of_cta  # type: ignore[arg-type]
+        assert machine.cuda_target(0) == gpu.target and capability() == gpu.capability
+        assert machine.Driver.max_dynamic_smem(None, 0) == gpu.smem_of_cta  # type: ignore[arg-type]
         assert [target.backend for target in targets()] == ["quire:cpu", "quire:decode", "quire:fa2", "auto"]
         assert refusal(name) is None
         assert decide(problem(gpu.target)).key.target == gpu.target
-    assert driver.cuda_target(0) == "sm90a" and driver.Driver.max_dynamic_smem is own
-    driver.cuda_target.cache_clear()
+    assert machine.cuda_target(0) == "sm90a" and machine.Driver.max_dynamic_smem is own
+    machine.cuda_target.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ValidationError
-from quire.jit import config, cpu
-from quire.jit.toolchain import CUDA_TARGETS
+from quire.jit import config, machine
+from quire.jit.machine import CUDA_TARGETS
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_a_compiler_sees_no_flag_variables(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_cpu_target_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_TARGET", "native")
-    assert cpu.host_target() == "native"
+    assert machine.host_target() == "native"
     monkeypatch.setenv("QUIRE_CPU_TARGET", "z80")
     with pytest.raises(ValidationError, match="QUIRE_CPU_TARGET: expected"):
-        cpu.host_target()
-    other = "x86-64-v3" if cpu.supports("aarch64") else "aarch64"
+        machine.host_target()
+    other = "x86-64-v3" if machine.supports("aarch64") else "aarch64"
     monkeypatch.setenv("QUIRE_CPU_TARGET", other)
     with pytest.raises(ValidationError, match="does not run"):
-        cpu.host_target()
+        machine.host_target()
     monkeypatch.delenv("QUIRE_CPU_TARGET")
-    assert cpu.supports(cpu.host_target())
+    assert machine.supports(machine.host_target())

@@ -13,7 +13,7 @@ from scale import DEVICE, HOST, FakeCompiler
 
 from quire import jit
 from quire.errors import CompileError, ValidationError
-from quire.jit import Spec, cpu
+from quire.jit import Spec, machine
 from quire.jit.compiler import Memory
 from quire.jit.toolchain import Gxx, Nvcc, for_target
 from quire.jit.unit import make_request, toolchain_digest
@@ -193,7 +193,7 @@ def test_native_is_this_processor(templates: Path, monkeypatch: pytest.MonkeyPat
     native = replace(HOST, target="native")
     before = digest(native, templates)
     assert digest(native, templates) == before
-    monkeypatch.setattr(cpu, "fingerprint", lambda: "another processor")
+    monkeypatch.setattr(machine, "fingerprint", lambda: "another processor")
     assert digest(native, templates) != before
 
 

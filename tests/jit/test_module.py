@@ -15,8 +15,8 @@ from scale import DEVICE, HOST
 
 from quire import jit
 from quire.errors import DriverError, PlanError, UnsupportedError, ValidationError
-from quire.jit import cpu, driver, module
-from quire.jit.driver import Driver, LaunchAttribute, LaunchConfig
+from quire.jit import machine, module
+from quire.jit.machine import Driver, LaunchAttribute, LaunchConfig
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def stub(stub_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     shutil.copy(stub_path, copy)
     api = Driver(str(copy))
     monkeypatch.setattr(module, "driver", lambda: api)
-    monkeypatch.setattr(driver, "driver", lambda: api)
+    monkeypatch.setattr(machine, "driver", lambda: api)
     yield Stub(copy)
 
 
@@ -217,16 +217,16 @@ def test_a_loaded_cubin_is_not_kept_in_memory(kernel: jit.CudaModule, stub: Stub
 def test_tensor_maps(stub: Stub) -> None:
     raw = ctypes.create_string_buffer(192)
     out = -(-ctypes.addressof(raw) // 64) * 64
-    driver.encode_tensor_map(out, "bf16", 4096, [64, 8], [128], [64, 4], device=0, swizzle=128)
+    machine.encode_tensor_map(out, "bf16", 4096, [64, 8], [128], [64, 4], device=0, swizzle=128)
     assert list((ctypes.c_uint64 * 11).from_address(out)) == [9, 2, 64, 8, 128, 64, 4, 1, 3, 3, 0]
-    driver.encode_tensor_map(out, "u8", 4096, [64, 8], [64], [64, 4], device=0, swizzle=64, promotion=128)
+    machine.encode_tensor_map(out, "u8", 4096, [64, 8], [64], [64, 4], device=0, swizzle=64, promotion=128)
     assert list((ctypes.c_uint64 * 11).from_address(out)) == [0, 2, 64, 8, 64, 64, 4, 1, 2, 2, 0]
     with pytest.raises(DriverError, match=r"box=\[512, 4\]"):
-        driver.encode_tensor_map(out, "bf16", 4096, [512, 8], [1024], [512, 4], device=0)
+        machine.encode_tensor_map(out, "bf16", 4096, [512, 8], [1024], [512, 4], device=0)
     for wrong in ({"element": "f7"}, {"swizzle": 96}, {"promotion": 32}, {"strides": [1, 2]}, {"out": out + 8}):
         arguments = {"out": out, "element": "f16", "address": 0, "dims": [8, 8], "strides": [16], "box": [8, 8]}
         with pytest.raises(ValidationError, match="tensor map"):
-            driver.encode_tensor_map(**{**arguments, **wrong}, device=0)
+            machine.encode_tensor_map(**{**arguments, **wrong}, device=0)
 
 
 def test_a_machine_without_a_driver_says_so() -> None:
@@ -271,7 +271,7 @@ def test_structs_are_the_drivers(tmp_path: Path) -> None:
     if not (include / "cuda.h").exists():
         pytest.skip("no cuda.h")
     text = CHECKS.format(
-        **driver._ELEMENT_TYPES,
+        **machine._ELEMENT_TYPES,
         config=ctypes.sizeof(LaunchConfig),
         attribute=ctypes.sizeof(LaunchAttribute),
         smem=LaunchConfig.smem.offset,
@@ -290,15 +290,15 @@ def test_structs_are_the_drivers(tmp_path: Path) -> None:
 def test_host_targets_follow_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     v3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
     v4 = v3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
     for found, target in ((v4, "x86-64-v4"), (v4 - {"avx512vl"}, "x86-64-v3"), (v3 - {"fma"}, "native")):
-        monkeypatch.setattr(cpu, "features", lambda found=found: found)
-        cpu._best_target.cache_clear()
-        assert cpu.host_target() == target
-    monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
-    cpu._best_target.cache_clear()
-    assert cpu.host_target() == "aarch64"
-    cpu._best_target.cache_clear()
+        monkeypatch.setattr(machine, "features", lambda found=found: found)
+        machine._best_target.cache_clear()
+        assert machine.host_target() == target
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    machine._best_target.cache_clear()
+    assert machine.host_target() == "aarch64"
+    machine._best_target.cache_clear()
 
 
 def test_a_library_for_another_processor_is_refused(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:

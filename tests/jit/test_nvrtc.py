@@ -19,7 +19,8 @@ from quire.cli import aot
 from quire.errors import CompileError
 from quire.jit import compilation, nvrtc_worker, toolchain
 from quire.jit.compiler import Memory
-from quire.jit.toolchain import CUDA_TARGETS, Nvcc, Nvrtc, for_target
+from quire.jit.machine import CUDA_TARGETS
+from quire.jit.toolchain import Nvcc, Nvrtc, for_target
 from quire.kernels.operation import OPERATIONS, OperationKey
 
 needs_nvrtc = pytest.mark.skipif(Nvrtc.find() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")

@@ -15,7 +15,7 @@ import pytest
 from quire import jit
 from quire.engine import plan_cache, planner, spec
 from quire.errors import CacheError
-from quire.jit import builder, config, driver, nvrtc_worker, stores, toolchain
+from quire.jit import builder, config, machine, nvrtc_worker, stores, toolchain
 from quire.jit.unit import Spec, read_exports
 
 #: An array of a unit: its name, and its bytes in decimal. Zeros at the end are left out.
@@ -95,7 +95,7 @@ _TO_PTX = Path(__file__).with_name("nvrtc_to_ptx.py")
 
 def _forget() -> None:
     """What was decided and loaded for another GPU."""
-    driver.cuda_target.cache_clear()
+    machine.cuda_target.cache_clear()
     spec._decide.cache_clear()
     planner._prepare.cache_clear()
     jit.forget()

@@ -17,7 +17,7 @@ import torch
 from ptx.artifacts import compiled_to_ptx
 from quire.engine import rotate
 from quire.engine.device import max_ctas
-from quire.jit import driver
+from quire.jit import machine
 from quire.jit.toolchain import find_toolchain
 from quire.kernels import Decision
 
@@ -79,8 +79,8 @@ def impersonated(name: str) -> Iterator[None]:
         return min(resident(device, threads, smem), most)
 
     with compiled_to_ptx({gpu.target: gpu.level}) as patch:
-        patch.setattr(driver, "capability", lambda _: gpu.capability)
-        patch.setattr(driver.Driver, "max_dynamic_smem", lambda *_: gpu.smem_of_cta)
+        patch.setattr(machine, "capability", lambda _: gpu.capability)
+        patch.setattr(machine.Driver, "max_dynamic_smem", lambda *_: gpu.smem_of_cta)
         patch.setattr(rotate, "_resident", fewer)
         if not gpu.waits_for_predecessors:
             patch.setattr(Decision, "may_use_pdl", False)

@@ -12,7 +12,7 @@ import torch
 from ptx.memory import Array, GlobalMemory
 from ptx.program import parse
 from ptx.threads import Grid, Turns
-from quire.jit import driver, module
+from quire.jit import machine, module
 
 _SOURCE = """
 .version 8.0
@@ -50,7 +50,7 @@ def run(body: str, *inputs: Array) -> Array:
     """The same on a GPU."""
     arrays, result = _arrays(inputs)
     tensors = [torch.from_numpy(a).cuda() for a in (*arrays, result)]
-    api, library, kernel, function = driver.driver(), c_void_p(), c_void_p(), c_void_p()
+    api, library, kernel, function = machine.driver(), c_void_p(), c_void_p(), c_void_p()
     params = ctypes.create_string_buffer(_params(*(t.data_ptr() for t in tensors)))
     call = module._Call.from_buffer_copy(module._PLAIN)
     call.grid_x, call.block_x, call.smem, call.params = 1, len(result), SMEM, ctypes.addressof(params)

@@ -31,7 +31,7 @@ from quire.jit import (
     without_matrix_unit,
 )
 from quire.jit.archive import Pin, import_entries, pack
-from quire.jit.cpu import default_jobs
+from quire.jit.machine import default_jobs
 from quire.jit.toolchain import HOST_TARGETS
 from quire.jit.unit import request_digest
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of

@@ -23,7 +23,7 @@ from quire.cli.parser import add_command, print_table, spell_bytes, spell_second
 from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Spec, Store, config, explain_miss, host_target, lookup, request_parts
 from quire.jit.archive import Pin, export_entries, import_entries, read_lock, write_lock
-from quire.jit.driver import present_targets
+from quire.jit.machine import present_targets
 from quire.jit.stores import kept_entries, outdated, prebuilt_stores, require_times_of_use, sweep, to_remove, user_store
 from quire.kernels import KERNELS
 from quire.kernels.expressions.variant import Variant

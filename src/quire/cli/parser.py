@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from quire.errors import QuireError
 from quire.jit import config
-from quire.jit.toolchain import CUDA_TARGETS
+from quire.jit.machine import CUDA_TARGETS
 from quire.kernels.features import DTYPES, KV_DTYPES, MASK_FEATURES, DType, read_mask
 
 _T = TypeVar("_T")

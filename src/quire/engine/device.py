@@ -24,7 +24,7 @@ import torch
 from quire.engine.checks import check_tensor
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import host_target
-from quire.jit.driver import cuda_target, driver
+from quire.jit.machine import cuda_target, driver
 
 
 @cache

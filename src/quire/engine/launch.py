@@ -23,7 +23,7 @@ from quire.engine.options import LogitsOptions
 from quire.engine.schedule import Indices, Lengths, Schedule
 from quire.errors import PlanError, QuireError
 from quire.jit import CudaModule, HostModule, Module
-from quire.jit.driver import encode_tensor_map, move_tensor_map
+from quire.jit.machine import encode_tensor_map, move_tensor_map
 from quire.kernels import Decision
 from quire.kernels.features import View
 from quire.kernels.operation import PARALLEL_THREADS

@@ -49,12 +49,11 @@ from quire.errors import CacheError, CacheMissError, CompileError, ValidationErr
 from quire.jit import config, events, unit
 from quire.jit.builder import compile_entry, entry_lock
 from quire.jit.compilation import stop_compilers
-from quire.jit.cpu import host_target, without_matrix_unit
-from quire.jit.driver import encode_tensor_map
+from quire.jit.machine import CUDA_TARGETS, encode_tensor_map, host_target, without_matrix_unit
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
 from quire.jit.store import Entry, Manifest, Store
 from quire.jit.stores import by_nearness, explain, reading_stores, user_store, writable
-from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
+from quire.jit.toolchain import find_toolchain, kinds_for, require_toolchain
 from quire.jit.unit import Request, Spec, Struct, make_request, toolchain_digest
 
 if TYPE_CHECKING:

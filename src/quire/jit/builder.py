@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 
 from quire.errors import CacheError, CompileError
-from quire.jit import compilation, config, cpu, events, trust
+from quire.jit import compilation, config, events, machine, trust
 from quire.jit.compiler import Outcome, Toolchain
 from quire.jit.store import Entry, Manifest, Store
 from quire.jit.unit import SCHEMA, Request, read_exports
@@ -134,7 +134,7 @@ _MOST_READ = 32  #: manifests, for each compile
 
 def max_compilers(store: Store, *, device: bool) -> int:
     """QUIRE_MAX_JOBS; else as many as processors and memory allow, by the memory that earlier compiles took."""
-    return config.max_jobs() or cpu.default_jobs(max(_peaks(store, device=device), default=None))
+    return config.max_jobs() or machine.default_jobs(max(_peaks(store, device=device), default=None))
 
 
 def _peaks(store: Store, *, device: bool) -> Iterator[int]:

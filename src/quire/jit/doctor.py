@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from quire.errors import QuireError
-from quire.jit import config, cpu, driver, signing, trust, unit
+from quire.jit import config, machine, signing, trust, unit
 from quire.jit.compilation import find_ninja
 from quire.jit.compiler import Memory, Toolchain
+from quire.jit.machine import CUDA_TARGETS
 from quire.jit.store import Store
-from quire.jit.toolchain import CUDA_TARGETS, for_target
+from quire.jit.toolchain import for_target
 
 Status = Literal["ok", "note", "fault"]
 
@@ -71,7 +72,7 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
 def _variables() -> Iterator[Finding]:
     readers = (
         config.jit_denied, config.cpu_target, config.log_level, config.max_jobs, config.arch_list, config.record_path,
-        config.cache_root, config.toolchain, cpu.host_target, config.system_cache, config.shared_cache_is_read_only,
+        config.cache_root, config.toolchain, machine.host_target, config.system_cache, config.shared_cache_is_read_only,
         config.shared_cache_key, config.shared_cache_is_trusted_unsigned, config.trusted_keys, config.signing_key,
     )  # fmt: skip
     faults: dict[str, None] = {}
@@ -98,9 +99,9 @@ def _check_templates() -> Iterator[Finding]:
 
 
 def _check_driver() -> Iterator[Finding]:
-    if driver.available():
-        targets = ", ".join(driver.present_targets()) or "no GPU"
-        yield Finding("driver", "ok", f"libcuda {driver.driver().version_text()}: {targets}")
+    if machine.available():
+        targets = ", ".join(machine.present_targets()) or "no GPU"
+        yield Finding("driver", "ok", f"libcuda {machine.driver().version_text()}: {targets}")
     elif any(file.exists() for file in _GPU_FILES):
         fix = "Start the container with `--gpus all` (nvidia-container-toolkit), or install the driver's libcuda.so.1."
         yield Finding("driver", "fault", "there is a GPU, but its driver cannot be loaded or reports an error", fix)
@@ -124,7 +125,7 @@ def _check_torch() -> Iterator[Finding]:
 
 def _wanted_targets() -> tuple[str, ...]:
     """The targets of this machine's GPUs."""
-    return driver.present_targets()
+    return machine.present_targets()
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def _found(name: str, target: str) -> tuple[Toolchain | None, list[Finding]]:
 
 
 def _check_gxx() -> Iterator[Finding]:
-    toolchain, findings = _found("g++", cpu.host_target())
+    toolchain, findings = _found("g++", machine.host_target())
     if toolchain is not None and not _passes(toolchain, "cc1plus"):
         fix = "Install the whole compiler: `apt-get install g++`."
         findings = [Finding("g++", "fault", f"{toolchain.path} has no cc1plus: it compiles C, not C++", fix)]
@@ -171,7 +172,7 @@ def _ask(*command: str) -> str:
 
 
 def _check_nvcc() -> Iterator[Finding]:
-    wanted = config.arch_list() or driver.present_targets()
+    wanted = config.arch_list() or machine.present_targets()
     toolchain, findings = _found("nvcc", "sm90a")
     if toolchain is None:
         needed = bool(wanted) or config.nvcc() is not None
@@ -211,12 +212,12 @@ def _check_ninja() -> Iterator[Finding]:
 
 
 def _check_memory() -> Iterator[Finding]:
-    free = cpu.available_bytes()
+    free = machine.available_bytes()
     if free < _LEAST_MEMORY:
         fix = "Raise the memory limit of the container, or warm up elsewhere and import the cache."
         yield Finding("memory", "fault", f"{free >> 20} MB are left: a compiler may be killed", fix)
     else:
-        yield Finding("memory", "ok", f"{cpu.default_jobs()} compilers at a time, {free >> 20} MB of memory")
+        yield Finding("memory", "ok", f"{machine.default_jobs()} compilers at a time, {free >> 20} MB of memory")
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------

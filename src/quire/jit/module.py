@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quire.errors import CacheError, PlanError, UnsupportedError
-from quire.jit import cpu
-from quire.jit.driver import Driver, LaunchAttribute, LaunchConfig, driver
+from quire.jit import machine
+from quire.jit.machine import Driver, LaunchAttribute, LaunchConfig, driver
 from quire.jit.store import Entry
 
 _MAX_DYNAMIC_SMEM = 8
@@ -53,10 +53,10 @@ class HostModule(_Base):
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry)
-        if not cpu.supports(entry.manifest.target):
+        if not machine.supports(entry.manifest.target):
             raise UnsupportedError(
                 f"{entry.slug} is built for {entry.manifest.target}, which this processor is not; "
-                f"the best target here is {cpu.host_target()}"
+                f"the best target here is {machine.host_target()}"
             )
         try:
             function = load_library(entry.slug, entry.image)[entry.manifest.entry]

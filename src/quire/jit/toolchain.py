@@ -26,18 +26,11 @@ from typing import ClassVar
 from quire.errors import CompileError, UnsupportedError
 from quire.jit import compilation, config, nvrtc_worker
 from quire.jit.compiler import Toolchain, ask, resolve_scripts
+from quire.jit.machine import CUDA_TARGETS
 from quire.jit.unit import Request
 
-#: Device targets and the architecture nvcc calls them by. a: that architecture only; f: its family.
-_CUDA_ARCHITECTURES = (
-    *("75", "80", "86", "87", "88", "89", "90", "90a"),
-    *("100", "100a", "100f", "101", "101a", "103", "103a", "103f"),
-    *("110", "110a", "110f", "120", "120a", "120f", "121", "121a", "121f"),
-)
-CUDA_TARGETS: dict[str, str] = {f"sm{arch}": arch for arch in _CUDA_ARCHITECTURES}
-
-#: Host targets, and g++'s name for them with what is added. A request for "native" carries the processor's fingerprint
-#: (cpu.py).
+#: Host targets, and g++'s name for them with what is added. A request for "native" carries the processor's
+#: fingerprint.
 HOST_TARGETS: dict[str, str] = {
     "x86-64-v3": "x86-64-v3",
     "x86-64-v4": "x86-64-v4",

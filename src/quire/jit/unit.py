@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import CacheError, CompileError, ValidationError
-from quire.jit import cpu
+from quire.jit import machine
 
 if TYPE_CHECKING:
     import jinja2
@@ -367,7 +367,7 @@ def make_request(spec: Spec, templates: Path) -> Request:
     found = closure(templates / "include", spec.header, device=spec.device)
     parts = {
         "schema": SCHEMA,
-        "target": f"native {cpu.fingerprint()}" if spec.target == "native" else spec.target,
+        "target": f"native {machine.fingerprint()}" if spec.target == "native" else spec.target,
         "source": source_digest(templates, spec),
         **{f"header {header.name}": header.digest for header in found},
     }

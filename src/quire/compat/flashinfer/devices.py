@@ -123,7 +123,7 @@ def _capabilities() -> list[tuple[int, int]]:
         ctypes.CDLL("libcuda.so.1")
     except OSError:  # no GPU
         return []
-    script = "from quire.jit.driver import *; print([capability(i) for i in range(driver().device_count())])"
+    script = "from quire.jit.machine import *; print([capability(i) for i in range(driver().device_count())])"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     return ast.literal_eval(said.stdout) if said.returncode == 0 else []  # else the driver has no GPU
 

@@ -1,5 +1,5 @@
 // The matrix unit of x86-64 (AMX): eight tiles of 16 rows of 64 bytes, and the product of two tiles. Each function is
-// one instruction. A process asks Linux for permission before it uses tiles: may_use_tiles() in quire/jit/cpu.py.
+// one instruction. A process asks Linux for permission before it uses tiles: may_use_tiles() in quire/jit/machine.py.
 #pragma once
 #include "quire/tile/cpu/vector.h"
 
