@@ -19,7 +19,7 @@ from calls import NOTHING, plan_paged, plan_ragged
 from problems import Problem, workspace
 from quire.compat import engines
 from quire.compat import flashinfer as compat
-from quire.compat.flashinfer.names import REFUSED, VERSION, overlay, served, standin
+from quire.compat.flashinfer import REFUSED, VERSION, overlay, served, standin
 
 #: An installed FlashInfer, in small: its own modules import one another's names.
 INSTALLED = {

@@ -19,8 +19,7 @@ import quire
 from calls import plan_paged, plan_ragged
 from problems import Problem, workspace
 from quire.compat import flashinfer as compat
-from quire.compat.flashinfer import devices
-from quire.compat.flashinfer.names import overlay, served
+from quire.compat.flashinfer import devices, overlay, served
 from quire.jit import events
 
 #: Their functions and wrappers say what they were called with.

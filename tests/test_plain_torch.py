@@ -12,7 +12,7 @@ import torch
 
 import quire
 from quire.compat import flashinfer as compat
-from quire.compat.flashinfer.names import standin
+from quire.compat.flashinfer import standin
 
 DRAWS = 20000
 PROBS = torch.tensor([[0.4, 0.1, 0.3, 0.15, 0.05], [0.0, 0.5, 0.0, 0.25, 0.25]])

@@ -7,7 +7,7 @@ import importlib.machinery
 import sys
 import types
 
-from quire.compat.flashinfer.names import refusing, standin
+from quire.compat.flashinfer import refusing, standin
 
 #: Questions whose answer is known: tests skip what is not there.
 ANSWERS = {"flashinfer.cutile.cutile_common": {"is_cuda_tile_available": lambda: False}}

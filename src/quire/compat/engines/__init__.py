@@ -41,8 +41,7 @@ from typing import Any
 
 from quire.compat import flashinfer
 from quire.compat.engines.in_place import install, uninstall
-from quire.compat.flashinfer import devices
-from quire.compat.flashinfer.names import spec_and_then
+from quire.compat.flashinfer import devices, spec_and_then
 from quire.jit import config, events
 
 __all__ = ["install", "report", "sglang_plugin", "uninstall", "vllm_member", "vllm_plugin"]

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from quire.compat.flash_attn_interface_batch import fork_keywords
-from quire.compat.flashinfer import devices
+from quire.compat.flashinfer import devices, spec_and_then
 from quire.compat.flashinfer.fallback import function_over
-from quire.compat.flashinfer.names import spec_and_then
 from quire.errors import CompileError, PlanError, UnsupportedError, ValidationError
 from quire.jit import config, events
 
