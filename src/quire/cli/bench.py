@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quire.cli import replay
-from quire.cli.parser import add_command, checked, count, print_table, tell
+from quire.cli import add_command, checked, count, print_table, replay, tell
 from quire.errors import ValidationError
 from quire.jit.config import environment_with
 

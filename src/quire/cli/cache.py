@@ -16,10 +16,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire.cli import parser, presets, provenance
+from quire import cli
+from quire.cli import add_command, presets, print_table, provenance, spell_bytes, spell_seconds, tell
 from quire.cli.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.cli.catalogue import Estimate, estimate
-from quire.cli.parser import add_command, print_table, spell_bytes, spell_seconds, tell
 from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Spec, Store, config, explain_miss, host_target, lookup, request_parts
 from quire.jit.archive import Pin, export_entries, import_entries, read_lock, write_lock
@@ -50,27 +50,27 @@ def _add_warmup(commands: Any) -> None:
         "--preset", type=_presets, metavar="NAME|CONFIG",
         help=f"of {', '.join(PRESETS)}; or a model: config.json,tp=8,kv=e4m3,page=16,graph",
     )  # fmt: skip
-    warmup.add_argument("--backend", type=parser.words(backends), dest="backends", help="of " + ", ".join(backends))
-    warmup.add_argument("--head-dim", type=parser.head_dims, dest="head_dims", help="128 or 192x128 (default 128)")
-    warmup.add_argument("--page-size", type=parser.page_sizes, dest="page_sizes", help="or ragged (default 16,ragged)")
-    warmup.add_argument("--dtype", type=parser.dtypes, dest="dtypes", help=f"of {types} (default bf16)")
+    warmup.add_argument("--backend", type=cli.words(backends), dest="backends", help="of " + ", ".join(backends))
+    warmup.add_argument("--head-dim", type=cli.head_dims, dest="head_dims", help="128 or 192x128 (default 128)")
+    warmup.add_argument("--page-size", type=cli.page_sizes, dest="page_sizes", help="or ragged (default 16,ragged)")
+    warmup.add_argument("--dtype", type=cli.dtypes, dest="dtypes", help=f"of {types} (default bf16)")
     kv_types = "of the cache, or nvfp4 (default: as --dtype)"
-    warmup.add_argument("--kv-dtype", type=parser.kv_dtypes, dest="kv_dtypes", help=kv_types)
-    warmup.add_argument("--mask", type=parser.masks, dest="masks", help=mask_words())
+    warmup.add_argument("--kv-dtype", type=cli.kv_dtypes, dest="kv_dtypes", help=kv_types)
+    warmup.add_argument("--mask", type=cli.masks, dest="masks", help=mask_words())
     warmup.add_argument(
-        "--variant", type=parser.checked(_variant), action="append", dest="variants", metavar="MODULE:NAME",
+        "--variant", type=cli.checked(_variant), action="append", dest="variants", metavar="MODULE:NAME",
         help="a custom quire.Variant, as package.module:name; may be repeated",
     )  # fmt: skip
-    warmup.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
+    warmup.add_argument("--arch", type=cli.targets, help="GPU architectures, such as 8.0,9.0a")
     hosts = ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
     warmup.add_argument(
         "--cpu",
-        type=parser.words(hosts),
+        type=cli.words(hosts),
         metavar="HOST",
         help=f"hosts to build for, of {', '.join(hosts)} (default: this)",
     )
     warmup.add_argument(
-        "--jobs", type=parser.count, metavar="N", help="compilers at a time (default: cores and memory decide)"
+        "--jobs", type=cli.count, metavar="N", help="compilers at a time (default: cores and memory decide)"
     )
     warmup.add_argument("--store", type=Path, metavar="DIR", help="fill this directory instead of the user's cache")
     warmup.add_argument("--dry-run", action="store_true", help="list what would be compiled, compile nothing")
@@ -88,17 +88,17 @@ def _add_plan_for(commands: Any) -> None:
         "List the variants that serving a model needs, with estimated seconds and bytes.",
     )  # fmt: skip
     plan.add_argument(
-        "config", type=parser.checked(presets.read_config), metavar="CONFIG",
+        "config", type=cli.checked(presets.read_config), metavar="CONFIG",
         help="a Hugging Face config.json, with options: config.json,tp=8,kv=e4m3,page=16,graph",
     )  # fmt: skip
-    plan.add_argument("--arch", type=parser.targets, help="GPU architectures (default: those of this machine)")
+    plan.add_argument("--arch", type=cli.targets, help="GPU architectures (default: those of this machine)")
 
 
 def _presets(text: str) -> tuple[Any, ...]:
     """Names of presets, or the config.json of one model with its options."""
     if Path(text.partition(",")[0]).suffix == ".json" or Path(text.partition(",")[0]).is_dir():
-        return (parser.checked(presets.read_config)(text),)
-    return parser.words(list(PRESETS))(text)
+        return (cli.checked(presets.read_config)(text),)
+    return cli.words(list(PRESETS))(text)
 
 
 def _variant(text: str) -> Variant:
@@ -295,8 +295,8 @@ def _add_cache(commands: Any) -> None:
     why = add_command(actions, "why", _why, "say where a variant is, or why it is not in the cache")
     why.add_argument("slug", metavar="SLUG")
     gc = add_command(actions, "gc", _gc, "remove the least recently used entries")
-    gc.add_argument("--max-size", type=parser.size, metavar="SIZE", help="until at most this is left, such as 2GB")
-    gc.add_argument("--unused-for", type=parser.age, metavar="TIME", help="that nobody used for so long, such as 30d")
+    gc.add_argument("--max-size", type=cli.size, metavar="SIZE", help="until at most this is left, such as 2GB")
+    gc.add_argument("--unused-for", type=cli.age, metavar="TIME", help="that nobody used for so long, such as 30d")
     prune = add_command(actions, "prune", _prune, "remove what this version of Quire would not use, logs and leftovers")
     for action in (gc, prune):
         action.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 import quire
-from quire.cli import parser
+from quire import cli
+from quire.cli import add_command, print_table, spell_bytes, tell
 from quire.cli.aot import spec_of
-from quire.cli.parser import add_command, print_table, spell_bytes, tell
 from quire.errors import QuireError, ValidationError
 from quire.jit import Manifest, Spec, explain_miss, host_target, lookup, render_unit
 from quire.jit.doctor import examine
@@ -60,12 +60,12 @@ def add_commands(commands: Any) -> None:
         "Say which kernels take which number types on which targets. Nothing is compiled.",
     )  # fmt: skip
     matrix.add_argument(
-        "--head-dim", type=parser.head_dims,
+        "--head-dim", type=cli.head_dims,
         help="such as 128 or 192x128 (default: the first of 128, 512 and 576x512 that a kernel takes)",
     )  # fmt: skip
-    matrix.add_argument("--page-size", type=parser.page_sizes, default=(64,), help="or ragged (default 64)")
-    matrix.add_argument("--mask", type=parser.masks, default=("causal",), help="as of `quire warmup` (default causal)")
-    matrix.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
+    matrix.add_argument("--page-size", type=cli.page_sizes, default=(64,), help="or ragged (default 64)")
+    matrix.add_argument("--mask", type=cli.masks, default=("causal",), help="as of `quire warmup` (default causal)")
+    matrix.add_argument("--arch", type=cli.targets, help="GPU architectures, such as 8.0,9.0a")
     show = add_command(commands, "show", _show, "what a variant is", "Say what a variant is and how it is built.")
     show.add_argument("slug", metavar="SLUG")
     show.add_argument("--source", action="store_true", help="print the unit that is compiled")

@@ -26,9 +26,9 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import parser
+from quire import cli
+from quire.cli import add_command, count, tell
 from quire.cli.aot import spec_of
-from quire.cli.parser import add_command, count, tell
 from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Store, build, config
 from quire.jit.archive import verify_archive
@@ -64,7 +64,7 @@ def add_actions(actions: Any) -> None:
     keygen.add_argument("file", type=Path, metavar="FILE", help="the new file of the private key")
     keygen.add_argument("--id", metavar="KEY", help="the key's name in signatures and messages (default: FILE's)")
     expires = "last day on which the key is good, YYYY-MM-DD (default: none)"
-    keygen.add_argument("--expires", type=parser.checked(parse_date), metavar="DATE", help=expires)
+    keygen.add_argument("--expires", type=cli.checked(parse_date), metavar="DATE", help=expires)
 
 
 def store_of(options: argparse.Namespace) -> Store:
