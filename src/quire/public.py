@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 from quire import attention as attention
 from quire import errors as errors
 from quire import jit as jit
-from quire.attention import batch, flex, ranges, selection
+from quire.attention import *  # noqa: F403
 from quire.attention import cascade as cascade
 from quire.attention import decode as decode
+from quire.attention import flex, selection
 from quire.attention import mla as mla
 from quire.attention import pod as pod
 from quire.attention import prefill as prefill
 from quire.attention import sparse as sparse
 from quire.attention import variants as variants
 from quire.attention import viz as viz
-from quire.attention.batch import *  # noqa: F403
 from quire.attention.cascade import *  # noqa: F403
+from quire.attention.cascade import BatchPrefillWithPrefixWrapper as BatchPrefillWithPrefixWrapper
 from quire.attention.decode import *  # noqa: F403
 from quire.attention.flex import *  # noqa: F403
 from quire.attention.mla import *  # noqa: F403
 from quire.attention.pod import *  # noqa: F403
 from quire.attention.prefill import *  # noqa: F403
-from quire.attention.ranges import *  # noqa: F403
 from quire.attention.selection import *  # noqa: F403
 from quire.attention.sparse import *  # noqa: F403
 from quire.attention.variants import get_alibi_slopes as get_alibi_slopes
@@ -54,11 +54,12 @@ expression = expressions
 
 if not TYPE_CHECKING:  # type checkers take names imported with *, or as themselves
     __all__ = [
-        "Variant", "aot", "attention", "backends", "cascade", "cudnn", "decode", "errors", "estimate", "events",
-        "expression", "get_alibi_slopes", "is_supported", "jit", "merge", "metrics", "mla", "page", "pod", "prefill",
-        "quantization", "record", "rope", "seal", "sparse", "variants", "viz", "warmup", "xqa", "xqa_mla",
+        "BatchPrefillWithPrefixWrapper", "Variant", "aot", "attention", "backends", "cascade", "cudnn", "decode",
+        "errors", "estimate", "events", "expression", "get_alibi_slopes", "is_supported", "jit", "merge", "metrics",
+        "mla", "page", "pod", "prefill", "quantization", "record", "rope", "seal", "sparse", "variants", "viz",
+        "warmup", "xqa", "xqa_mla",
     ]  # fmt: skip
     for _module in (
-        batch, cascade, decode, errors, flex, mla, page, pod, prefill, quantization, ranges, rope, selection, sparse,
+        attention, cascade, decode, errors, flex, mla, page, pod, prefill, quantization, rope, selection, sparse,
     ):  # fmt: skip
         __all__ += _module.__all__

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quire.attention.batch import BatchAttention
+from quire.attention import BatchAttention
 from quire.attention.cascade import MultiLevelCascadeAttentionWrapper
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
