@@ -32,7 +32,7 @@ import quire
 from quire.cli.aot import PRESETS, Selection, select
 from quire.cli.provenance import describe
 from quire.jit import Store
-from quire.jit.signing import signing_key
+from quire.jit.trust import signing_key
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT / "jit_cache" / "src" / "quire_jit_cache" / "store"

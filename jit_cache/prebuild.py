@@ -32,8 +32,8 @@ from hatchling.builders.utils import get_reproducible_timestamp
 
 from quire import cli
 from quire.jit import Manifest, Store
-from quire.jit.signing import signing_key
 from quire.jit.store import MANIFEST
+from quire.jit.trust import signing_key
 
 try:
     import tomllib

@@ -24,8 +24,8 @@ from quire import cli, jit
 from quire.cli import new_parser
 from quire.cli.aot import spec_of
 from quire.cli.provenance import SIGNED, SUMS, Wheel, describe
-from quire.jit.signing import PrivateKey
 from quire.jit.toolchain import Nvcc
+from quire.jit.trust import PrivateKey
 
 ROOT = Path(__file__).resolve().parent.parent
 EPOCH = "1700000000"

@@ -24,9 +24,9 @@ from scale import HOST, Collect, FakeCompiler
 
 from quire import cli, jit
 from quire.errors import CacheError, ValidationError
-from quire.jit import archive, doctor, signing, tier
-from quire.jit.signing import SIGNATURE, PrivateKey, TrustedKeys, subject_of_entry, subject_of_object
+from quire.jit import archive, doctor, tier, trust
 from quire.jit.store import MANIFEST, Manifest, Store
+from quire.jit.trust import SIGNATURE, PrivateKey, TrustedKeys, subject_of_entry, subject_of_object
 
 OTHER = replace(HOST, slug="scale.other")
 Files = dict[str, bytes]
@@ -229,9 +229,9 @@ def test_hostile_entries_of_an_archive(name: str, keys: Keys, made: Make, tmp_pa
     bundle.write_bytes(pack(entry, files))
     store = Store(tmp_path / "reader")
     with pytest.raises(CacheError, match=reason):
-        archive.import_entries(bundle, store, keys=signing.trusted_keys())
+        archive.import_entries(bundle, store, keys=trust.trusted_keys())
     assert list(store.paths()) == []
-    ((place, told),) = archive.verify_archive(bundle, signing.trusted_keys())
+    ((place, told),) = archive.verify_archive(bundle, trust.trusted_keys())
     assert place == f"{entry.slug}/{entry.path.name}" and re.search(reason, told)
 
 
@@ -283,7 +283,7 @@ def test_hostile_objects_of_the_tier(
         body = pack(entry, files)
         head = b"quire-object-1 unsigned" if line is None else b"quire-object-2 " + line
         if "HMAC" in name:  # which has a format of its own here
-            head, _, _ = signing.sealed(keys.good.public.raw, at, body).partition(b"\n")
+            head, _, _ = archive.sealed(keys.good.public.raw, at, body).partition(b"\n")
             reason = "HMAC or no signature"
         server.objects[f"/ac/{at}"] = head + b"\n" + body
     monkeypatch.setenv("QUIRE_SHARED_CACHE", server.url)
@@ -309,9 +309,9 @@ def test_genuine_entries_of_an_archive_and_a_package_load(
     entry = made(HOST)
     bundle = tmp_path / "bundle.tar"
     bundle.write_bytes(pack(entry, signed(entry, keys.good)))
-    (imported,) = archive.import_entries(bundle, Store(tmp_path / "reader"), keys=signing.trusted_keys())
+    (imported,) = archive.import_entries(bundle, Store(tmp_path / "reader"), keys=trust.trusted_keys())
     assert (imported.path / SIGNATURE).is_file(), "the signature stays with the entry"
-    assert Store(tmp_path / "reader").signer(imported.path, signing.trusted_keys()) == "ci"
+    assert Store(tmp_path / "reader").signer(imported.path, trust.trusted_keys()) == "ci"
     place = install(tmp_path, monkeypatch, entry, signed(entry, keys.good))
     assert jit.build(HOST, templates=templates)[1].path == place
     assert fake.compiles == 1
@@ -358,17 +358,17 @@ def test_a_maker_signs_and_readers_read_and_write_nothing(
     assert sum(data.startswith(b"quire-object-2 quire-signature-1 ci ") for data in server.objects.values()) == 3
     assert host("another reader", *at, {}) == "hit"
     path = next((tmp_path / "another reader").glob("entries/*/*"))
-    assert Store(tmp_path / "another reader").signer(path, signing.trusted_keys()) == "ci"
+    assert Store(tmp_path / "another reader").signer(path, trust.trusted_keys()) == "ci"
 
 
 def test_an_object_of_ed25519_means_nothing_to_an_hmac(server: Server, keys: Keys) -> None:
-    trust = signing.Signatures(TrustedKeys.read(keys.file), keys.good)
-    data = signing.sealed(trust, "name", b"body")
-    assert signing.opened(trust, "name", data) == b"body"
+    signatures = archive.Signatures(TrustedKeys.read(keys.file), keys.good)
+    data = archive.sealed(signatures, "name", b"body")
+    assert archive.opened(signatures, "name", data) == b"body"
     with pytest.raises(CacheError, match="set QUIRE_TRUSTED_KEYS"):
-        signing.opened(b"0123456789abcdef", "name", data)
+        archive.opened(b"0123456789abcdef", "name", data)
     with pytest.raises(CacheError, match="set QUIRE_TRUSTED_KEYS"):
-        signing.opened(None, "name", data)
+        archive.opened(None, "name", data)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_an_object_of_ed25519_means_nothing_to_an_hmac(server: Server, keys: Key
 
 def test_a_key_is_good_until_the_end_of_its_day(keys: Keys) -> None:
     for days, good in ((0, True), (-1, False)):
-        day = signing._today() + timedelta(days=days)
+        day = trust._today() + timedelta(days=days)
         keys.file.write_text(replace(keys.good.public, expires=day).line())
         line = keys.good.sign(b"subject")
         if good:
@@ -414,7 +414,7 @@ def test_readers_trust_the_old_and_the_next_key_while_keys_change(keys: Keys) ->
 def test_a_wrong_file_of_keys_is_refused(text: str, message: str, keys: Keys) -> None:
     keys.file.write_text(text.format(key=base64.b64encode(keys.good.public.raw).decode()))
     with pytest.raises(ValidationError, match=message) as caught:
-        signing.trusted_keys()
+        trust.trusted_keys()
     assert "QUIRE_TRUSTED_KEYS" in str(caught.value)
     assert "ed25519-private ci AAAA" not in str(caught.value), "no private key is printed"
 
@@ -422,7 +422,7 @@ def test_a_wrong_file_of_keys_is_refused(text: str, message: str, keys: Keys) ->
 def test_files_of_keys_that_others_can_change_are_refused(keys: Keys, tmp_path: Path) -> None:
     keys.file.chmod(0o666)
     with pytest.raises(ValidationError, match="may be written by others"):
-        signing.trusted_keys()
+        trust.trusted_keys()
     keys.good.write(tmp_path / "open.key", None)
     (tmp_path / "open.key").chmod(0o644)
     with pytest.raises(ValidationError, match="may be read by others"):
@@ -434,7 +434,7 @@ def test_files_of_keys_that_others_can_change_are_refused(keys: Keys, tmp_path: 
 def test_a_missing_library_is_named(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     with pytest.raises(ValidationError, match=r'pip install "quire-attention\[signing\]"'):
-        signing.trusted_keys()
+        trust.trusted_keys()
 
 
 def test_settings_that_contradict_each_other_are_refused(
@@ -461,7 +461,7 @@ def test_doctor_says_when_keys_expire(keys: Keys) -> None:
         return [(one.status, one.text) for one in doctor.examine(jit.user_store()) if one.check == "keys"]
 
     assert [status for status, _ in found()] == ["ok"]
-    keys.file.write_text(replace(keys.good.public, expires=signing._today() + timedelta(days=10)).line())
+    keys.file.write_text(replace(keys.good.public, expires=trust._today() + timedelta(days=10)).line())
     assert [status for status, _ in found()] == ["note", "ok"] and "in 10 days" in found()[0][1]
     keys.file.write_text(replace(keys.good.public, expires=date(2020, 1, 1)).line())
     assert [status for status, _ in found()] == ["fault"]

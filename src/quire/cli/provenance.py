@@ -2,7 +2,7 @@
 
 `quire cache verify`, `sign` and `keygen` look at the cache, an archive or the shared tier. `quire verify-release` looks
 at wheels. Beside those lie SHA256SUMS (as sha256sum writes it), for each a bill of materials (CycloneDX,
-WHEEL.cdx.json), and, if the release is signed, SHA256SUMS.signature (jit/signing.py). All but the signature follow from
+WHEEL.cdx.json), and, if the release is signed, SHA256SUMS.signature (jit/trust.py). All but the signature follow from
 the wheels, so that anybody can make them again and compare.
 """
 
@@ -32,9 +32,9 @@ from quire.cli.aot import spec_of
 from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Store, build, config
 from quire.jit.archive import verify_archive
-from quire.jit.signing import PrivateKey, TrustedKeys, parse_date, signing_key, subject_of_file, trusted_keys
 from quire.jit.store import MANIFEST
 from quire.jit.stores import prebuilt_stores, user_store
+from quire.jit.trust import PrivateKey, TrustedKeys, parse_date, signing_key, subject_of_file, trusted_keys
 
 if TYPE_CHECKING:
     from quire.jit.tier import Tier

@@ -303,7 +303,7 @@ def _sign(entry: Entry, store: Store) -> None:
     """Sign what was compiled here, if QUIRE_SIGNING_KEY names a key."""
     if config.signing_key() is None or store.root / "entries" not in entry.path.parents:
         return
-    from quire.jit.signing import signing_key
+    from quire.jit.trust import signing_key
 
     if (key := signing_key()) is not None:
         store.sign(entry.path, key)

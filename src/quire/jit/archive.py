@@ -1,4 +1,5 @@
-"""Tar archives of entries, to carry compiled variants from one machine to another, and lock files, which name them.
+"""What carries compiled variants from one machine to another: tar archives of entries, lock files, which name them, and
+the line before an archive in the shared tier, which says who wrote it.
 
 Archives are reproducible: the same entries give the same bytes. Reading an archive trusts nothing: only plain files of
 known names and sizes are unpacked, into a private directory, and each entry must pass every check of the store before
@@ -8,6 +9,7 @@ any is published. What is written and kept in memory is bounded, whatever the ar
 from __future__ import annotations
 
 import gzip
+import hmac
 import io
 import json
 import re
@@ -20,11 +22,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeAlias, cast
 
 from quire.errors import CacheError, ValidationError
-from quire.jit.signing import TrustedKeys
 from quire.jit.store import Entry, Manifest, Store, entry_name
+from quire.jit.trust import PrivateKey, TrustedKeys, subject_of_object
 from quire.jit.unit import Request
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -290,3 +292,79 @@ def read_lock(path: Path) -> dict[str, Pin]:
             f"--locked: expected a file of `quire warmup --lock` (format {_LOCK}), got {path}: {error}."
         ) from error
     return pins
+
+
+# --- objects of the shared tier --------------------------------------------------------------------------------------
+
+LEAST_SECRET = 16  #: bytes
+_PLAIN = b"quire-object-1 "  #: then an HMAC in hexadecimal, or "unsigned"
+_SIGNED = b"quire-object-2 "  #: then the line of a signature
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """The Ed25519 keys of a host: those that it trusts, and the one that it signs with, if it makes entries."""
+
+    trusted: TrustedKeys
+    private: PrivateKey | None = None
+
+    @classmethod
+    def read(cls, trusted: Path, private: Path | None) -> Signatures:
+        """The keys of two files; ValidationError if a private key is given that this host does not trust."""
+        found = cls(TrustedKeys.read(trusted), None if private is None else PrivateKey.read(private))
+        if found.private is not None:
+            found.trusted.require(found.private)
+        return found
+
+
+#: What objects of the shared tier are checked with: the secret of an HMAC, Ed25519 keys, or nothing.
+Trust: TypeAlias = "bytes | Signatures | None"
+
+
+def _head(trust: Trust, name: str, body: bytes) -> bytes:
+    """The first line of an object, which says who wrote it."""
+    if isinstance(trust, Signatures):
+        if trust.private is None:
+            raise CacheError("this host has no private key (QUIRE_SIGNING_KEY) to sign with")
+        return _SIGNED + trust.private.sign(subject_of_object(name, body))
+    if trust is None:
+        return _PLAIN + b"unsigned"
+    return _PLAIN + hmac.new(trust, name.encode() + b"\n" + body, "sha256").hexdigest().encode()
+
+
+def sealed(trust: Trust, name: str, body: bytes) -> bytes:
+    """The object of this name."""
+    return _head(trust, name, body) + b"\n" + body
+
+
+def opened(trust: Trust, name: str, data: bytes) -> bytes:
+    """The body of an object; CacheError unless it was signed with a key of this host for this name."""
+    head, newline, body = data.partition(b"\n")
+    if not newline or not head.startswith((_PLAIN, _SIGNED)):
+        raise CacheError("it is no object of Quire, or not a whole one")
+    if isinstance(trust, Signatures):
+        if not head.startswith(_SIGNED):
+            raise CacheError(
+                "it has an HMAC or no signature, expected an Ed25519 signature, since QUIRE_TRUSTED_KEYS is set. Have "
+                "a host with QUIRE_SIGNING_KEY write it, under another URL"
+            )
+        trust.trusted.check(head[len(_SIGNED) :], subject_of_object(name, body))
+    elif head.startswith(_SIGNED):
+        raise CacheError("it has an Ed25519 signature: set QUIRE_TRUSTED_KEYS to the file of the public keys")
+    elif trust is not None and not hmac.compare_digest(head, _head(trust, name, body)):
+        raise CacheError("it is not signed with the key of QUIRE_SHARED_CACHE_KEY, or was changed")
+    return body
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret of QUIRE_SHARED_CACHE_KEY."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ValidationError(f"QUIRE_SHARED_CACHE_KEY: expected a file with a secret, got {path}: {error}") from error
+    if len(secret) < LEAST_SECRET:
+        raise ValidationError(
+            f"QUIRE_SHARED_CACHE_KEY: expected at least {LEAST_SECRET} bytes in {path}, got {len(secret)}. "
+            f"`openssl rand -hex 32 > {path}` makes a key"
+        )
+    return secret

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.errors import QuireError
-from quire.jit import config, machine, signing, trust, unit
+from quire.jit import config, machine, trust, unit
 from quire.jit.compilation import find_ninja
 from quire.jit.compiler import Memory, Toolchain
 from quire.jit.machine import CUDA_TARGETS
@@ -264,7 +264,7 @@ def _check_entries(store: Store, prebuilt: tuple[Store, ...]) -> Iterator[Findin
 
 
 def _check_keys() -> Iterator[Finding]:
-    if (keys := signing.trusted_keys()) is not None:
+    if (keys := trust.trusted_keys()) is not None:
         days = {name: key.days_left() for name, key in keys.keys.items()}
         good = [name for name, left in days.items() if left is None or left >= 0]
         if not good:
@@ -276,7 +276,7 @@ def _check_keys() -> Iterator[Finding]:
                 yield Finding("keys", "note", f"the key {name!r} of {keys.source} expires in {left} days", fix)
         if good:
             yield Finding("keys", "ok", f"{keys.source}: entries from elsewhere are signed by {' or '.join(good)}")
-    if (private := signing.signing_key()) is not None:
+    if (private := trust.signing_key()) is not None:
         yield Finding("keys", "ok", f"what is compiled here is signed by {private.name!r}")
 
 

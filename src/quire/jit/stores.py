@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from quire.errors import CacheError
 from quire.jit import config, events
-from quire.jit.signing import trusted_keys
 from quire.jit.store import Manifest, Store
+from quire.jit.trust import trusted_keys
 from quire.jit.unit import Request
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from quire.errors import CacheError, ValidationError
 from quire.jit import config, events
-from quire.jit.archive import import_entries, pack
-from quire.jit.signing import Signatures, Trust, opened, read_secret, sealed
+from quire.jit.archive import Signatures, Trust, import_entries, opened, pack, read_secret, sealed
 from quire.jit.store import Entry, Manifest, Store
 from quire.jit.unit import Request, request_digest, toolchain_digest
 
