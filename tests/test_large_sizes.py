@@ -13,7 +13,7 @@ from torch import Tensor
 
 import quire
 from problems import ints, workspace
-from quire.calls.tables import check_page_numbers, indices_of
+from quire.calls import check_page_numbers, indices_of
 from quire.compat.flash_mla import flash_mla_sparse_fwd
 from quire.engine.batch import BlockMatrix
 from quire.engine.schedule import Indices, measure_schedule, schedule_input

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.cache.latents import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from quire.calls import Scale
 from quire.calls.decode import TableCall
 from quire.calls.latents import (
     MLAPlanMetadata,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
-from quire.calls.tables import Scale
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_flags, check_positive, check_tensor, number, scalar
 from quire.engine.operands import OperandValue, variant_of

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.calls import BlockTables, PagedKV, Scale, check_lengths, check_page_numbers
 from quire.calls.decode import TableCall
-from quire.calls.tables import BlockTables, PagedKV, Scale, check_lengths, check_page_numbers
 from quire.engine.checks import (
     check_contiguous_last,
     check_output,

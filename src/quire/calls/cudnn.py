@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.calls import Output, PagedKV, Scale, check_lengths, indices_of
 from quire.calls.decode import TableCall
 from quire.calls.prefill import wide_query
-from quire.calls.tables import Output, PagedKV, Scale, check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     check_flags,

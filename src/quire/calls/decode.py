@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls.tables import BlockTables, Output, PagedKV, Scale
+from quire.calls import BlockTables, Output, PagedKV, Scale
 from quire.engine.attention import AttentionCall
 from quire.engine.batch import PaddedQueries
 from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor

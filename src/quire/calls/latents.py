@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from quire.calls import Output, Scale, check_lengths, indices_of
 from quire.calls.decode import TableCall
 from quire.calls.prefill import ragged_batch, wide_query
-from quire.calls.tables import Output, Scale, check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.batch import row_indices, row_lengths, selected_keys
 from quire.engine.checks import (

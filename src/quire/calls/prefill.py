@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls.tables import BlockTables, Output, PagedKV, Scale, check_lengths, indices_of
+from quire.calls import BlockTables, Output, PagedKV, Scale, check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     check_flags,

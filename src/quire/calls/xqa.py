@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from quire.calls import Output, PagedKV, Scale
 from quire.calls.decode import TableCall
-from quire.calls.tables import Output, PagedKV, Scale
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
 from quire.engine.operands import OperandValue

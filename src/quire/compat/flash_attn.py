@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from quire.calls.tables import equal_lengths
+from quire.calls import equal_lengths
 from quire.compat.flash_attn_batch import Scoring, Where, Window, attend_batch, attend_equal, new_results, tensor_of
 from quire.compat.flash_attn_tokens import (
     Keys,

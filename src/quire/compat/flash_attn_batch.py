@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from quire.attention.variants import get_alibi_slopes
-from quire.calls.tables import check_lengths, indices_of
+from quire.calls import check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     batch_size_of,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.calls.tables import equal_lengths
+from quire.calls import equal_lengths
 from quire.compat.flash_attn import _unpacked
 from quire.compat.flash_attn_batch import tensor_of
 from quire.compat.flash_attn_interface_batch import (

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.cache.latents import FORMATS, Chosen, check_chosen, format_of, gather_chosen
+from quire.calls import Scale
 from quire.calls.decode import TableCall
-from quire.calls.tables import Scale
 from quire.compat.flash_attn import flash_attn_varlen_func as _varlen
 from quire.engine.batch import row_indices, row_lengths, selected_keys
 from quire.engine.checks import (
