@@ -16,7 +16,7 @@ from latents import Latents, of_flash_mla
 from problems import ints
 from quire.compat import flash_mla
 from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from quire.engine import device_planner
+from quire.engine import attention as planned
 from quire.engine.launch import launch
 from test_mla import SCALE, joined, sparse
 
@@ -88,7 +88,7 @@ def all_used(p: Latents, page_size: int = 64) -> tuple[torch.Tensor, torch.Tenso
 def test_metadata_of_several_calls(device, num_heads, monkeypatch):
     """Layers and steps of one shape plan once, those of another shape again; a length of its own is always read."""
     plans = []
-    monkeypatch.setattr(device_planner, "launch", lambda *args, **options: (plans.append(1), launch(*args, **options)))
+    monkeypatch.setattr(planned, "launch", lambda *args, **options: (plans.append(1), launch(*args, **options)))
     metadata, _ = get_mla_metadata()
     for seed, kv_lens in enumerate([(64, 10, 0), (0, 64, 1), (64, 10, 0, 1), (3, 3, 3)]):
         p = Latents((1,) * len(kv_lens), kv_lens, num_heads, torch.bfloat16, device, seed=seed)
@@ -122,7 +122,7 @@ def test_metadata_in_a_graph(is_known, num_heads, monkeypatch):
 
     decode(metadata if is_known else None)
     plans = []
-    monkeypatch.setattr(device_planner, "launch", lambda *args, **options: (plans.append(1), launch(*args, **options)))
+    monkeypatch.setattr(planned, "launch", lambda *args, **options: (plans.append(1), launch(*args, **options)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = decode(metadata)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quire
-from quire.engine import device_planner, planner
+from quire.engine import attention, planner
 from quire.engine import launch as plan_module
 from quire.engine.device import OwnWorkspace
 from quire.engine.options import LogitsOptions, PlanOptions, Types
@@ -30,7 +30,7 @@ class Sm90Module:
 @pytest.fixture
 def problem(monkeypatch):
     """A decision and the options of its plans, whose launches do nothing."""
-    for module in (planner, device_planner):
+    for module in (planner, attention):
         monkeypatch.setattr(module, "load", lambda spec, device: (Sm90Module, 264))
         monkeypatch.setattr(module, "launch", lambda *args, **options: None)
     bf16 = dtype_of("bfloat16", "q")
@@ -50,7 +50,7 @@ def test_what_the_host_has_planned_may_be_read_before_the_launch_ahead_ends(prob
 def test_what_a_kernel_plans_may_not(problem):
     """Attention may be launched while that kernel still runs."""
     lengths = Lengths(torch.tensor([2048]), torch.arange(128, dtype=torch.int32)[None], 1, 16)
-    plan = device_planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
+    plan = attention.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
     assert plan._params.plan_is_resident == 0
 
 
@@ -58,7 +58,7 @@ def test_a_kernel_plans_again_for_other_lengths(problem):
     """Of the same shapes, in other memory."""
     made = [Lengths(torch.tensor([n]), torch.arange(128, dtype=torch.int32)[None] + n, 1, 16) for n in (2048, 7)]
     workspace = OwnWorkspace(torch.device("cpu"))
-    plan = device_planner.make_plan_on_device(problem[0], made[0], problem[1], workspace, None)
+    plan = attention.make_plan_on_device(problem[0], made[0], problem[1], workspace, None)
     first = bytes(plan._struct)
     plan.plan_again(made[1], workspace)
     assert plan._params.kv_indices == made[1].page_table.data_ptr() != made[0].page_table.data_ptr()
