@@ -1,17 +1,19 @@
-"""quire.distributed over the GPUs of one machine: decode, its exchange, zigzag prefill, Ulysses, each beside one GPU.
+"""quire.distributed over the GPUs of one machine: decode, its exchange, prefill, full attention, each beside one GPU.
 
     python benchmarks/distributed.py --ranks 2 --json FILE
-    python benchmarks/distributed.py --device cpu --ranks 2 --scale 64     gloo, lengths divided by 64
+    python benchmarks/distributed.py --device cpu --ranks 2 --scale 256    gloo, lengths divided by 64
 
 Each rank is a process with a GPU of its own. Every result is checked before it is timed: against the same call on one
 GPU, and both against float64 on sampled rows; an error of more than twice one GPU's (or than one rounding) counts as
 wrong, and the exit status is then 1. Times are medians of the slowest rank. What a CUDA graph can hold is timed as one.
-Prefills take turns, some calls behind each other.
+Prefills take turns, some calls behind each other; torch's context_parallel is beside them where it runs. A section
+that takes longer than --patience ends all ranks; what was found before is in FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import statistics
 import sys
@@ -19,7 +21,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,21 @@ import torch.multiprocessing
 
 import quire
 from machine import describe, write_report
-from quire.distributed import ContextParallelDecode, Interleave, Ulysses, ZigzagPrefill, merge_over_ranks
+from quire.distributed import (
+    ContextParallelDecode,
+    InOrder,
+    Interleave,
+    RingAttention,
+    Ulysses,
+    Zigzag,
+    ZigzagPrefill,
+    merge_over_ranks,
+)
 
 HEADS, HEAD_DIM, PAGE_SIZE = (64, 8), 128, 16
 LAUNCHES = 20  #: of a graph
-LAYERS = 4  #: of prefill, behind each other
+LAYERS = 4  #: of prefill, behind each other; half of them from _LONG tokens on
+_LONG = 1 << 16
 
 Call = Callable[[], Any]
 
@@ -80,7 +94,7 @@ class Rank:
             times.append(self.slowest(self._once(call)) / launches)
         return statistics.median(times)
 
-    def seconds_in_turn(self, calls: dict[str, Call], rounds: int = 9) -> dict[str, float]:
+    def seconds_in_turn(self, calls: dict[str, Call], rounds: int, layers: int) -> dict[str, float]:
         """The same of each, in turn: a GPU that has computed for a while is slower than a cool one. What is timed are
         some calls behind each other, as layers of a model are, so that the host is ahead of the GPU.
         """
@@ -88,8 +102,8 @@ class Rank:
         for _ in range(rounds):
             for name, call in calls.items():
                 self.wait()
-                times[name].append(self.slowest(self._once(call, LAYERS)) / LAYERS)
-        return {name: statistics.median(found[2:]) for name, found in times.items()}
+                times[name].append(self.slowest(self._once(call, layers)) / layers)
+        return {name: statistics.median(found[1:]) for name, found in times.items()}
 
     def _once(self, call: Call, times: int = 1) -> float:
         if self.device.type == "cpu":
@@ -231,104 +245,177 @@ def exchange(me: Rank, kinds: list[str]) -> None:
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-def one_gpu(me: Rank, lens: torch.Tensor, heads: tuple[int, int]) -> quire.BatchPrefillWithRaggedKVCacheWrapper:
+@dataclass
+class Tokens:
+    """Whole sequences, the same on all ranks, and attention to them on one GPU."""
+
+    lens: torch.Tensor
+    heads: tuple[int, int]
+    causal: bool
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    expected: torch.Tensor
+
+    def verdict(self, o: torch.Tensor, rows: torch.Tensor) -> dict[str, Any]:
+        """Of results of some rows, of which those of the last sequence's ends are compared with float64."""
+        begin, (q, k, v) = int(self.lens[:-1].sum()), self.qkv
+        held = (rows >= begin).nonzero().flatten().tolist()
+        found: dict[str, Any] = {}
+        if held:  # a rank may have no token of the sequence
+            sample = sorted({*held[:1], held[len(held) // 2], *held[-2:]})
+            pairs = [(place, int(rows[place])) for place in sample]
+            ends = [row + 1 if self.causal else len(q) for _, row in pairs]
+            pairs_of = zip(pairs, ends, strict=True)
+            truth = torch.stack([exact(q[row], k[begin:end], v[begin:end]) for (_, row), end in pairs_of])
+            whole = self.expected[[row for _, row in pairs]]
+            found = verdict(error(o[sample], truth), error(whole, truth), o.dtype)
+        return {**found, "largest_difference_from_one": _difference(o, self.expected[rows])}
+
+
+def on_one(me: Rank, lens: torch.Tensor, heads: tuple[int, int], causal: bool) -> Any:
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(me.workspace())
     indptr = torch.cat([lens.new_zeros(1), lens.cumsum(0)]).int()
-    wrapper.plan(indptr, indptr, *heads, HEAD_DIM, causal=True, q_data_type=me.dtype)
+    wrapper.plan(indptr, indptr, *heads, HEAD_DIM, causal=causal, q_data_type=me.dtype)
     return wrapper
 
 
-def sampled(lens: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[int],
-            of: Callable[[int], torch.Tensor]) -> float:  # fmt: skip
-    """Error of rows of the last sequence, whose numbers count from its begin."""
-    begin = int(lens[:-1].sum())
-    pairs = [(of(row), exact(q[begin + row], k[begin : begin + row + 1], v[begin : begin + row + 1])) for row in rows]
-    found, truth = (torch.stack(side) for side in zip(*pairs, strict=True))
-    return error(found, truth)
+Kind = tuple[Call, torch.Tensor]  #: attention of this rank, and its rows
 
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def zigzag(me: Rank, lens: torch.Tensor, page_size: int, qkv: Tensors, expected: torch.Tensor, **options: Any
-           ) -> tuple[dict[str, Any], Call]:  # fmt: skip
-    """What is wrong with it, and what to time."""
+def zigzag(me: Rank, tokens: Tokens, page_size: int, **options: Any) -> Kind:
     call = ZigzagPrefill(me.workspace(), page_size=page_size, **options)
-    call.plan(lens, *HEADS, HEAD_DIM, q_data_type=me.dtype, check_ranks=True)
+    call.plan(tokens.lens, *tokens.heads, HEAD_DIM, q_data_type=me.dtype, check_ranks=True)
     rows = call.rows.to(me.device)
-    own = tuple(x[rows] for x in qkv)
-    o = call.run(*own)
-    begin = int(lens[:-1].sum())
-    held = (rows >= begin).nonzero().flatten().tolist()
-    places = sorted({*held[:2], *held[-2:]})
-    sample = [int(rows[place]) - begin for place in places]
-    found: dict[str, Any] = {}
-    if sample:  # a rank may have no token of the sequence
-        ours, one = dict(zip(sample, o[places], strict=True)), expected[begin:]
-        errors = (sampled(lens, *qkv, sample, of) for of in (ours.__getitem__, one.__getitem__))
-        found = verdict(*errors, me.dtype)
-    found["largest_difference_from_one"] = _difference(o, expected[rows])
-    return found, lambda: call.run(*own)
+    own = tuple(x[rows] for x in tokens.qkv)
+    return lambda: call.run(*own), rows
 
 
-def ulysses(me: Rank, lens: torch.Tensor, qkv: Tensors, expected: torch.Tensor) -> tuple[dict[str, Any], Call]:
-    """The same of tokens in order, whose heads are exchanged."""
-    total = len(expected)
-    counts = [total // me.size + (rank < total % me.size) for rank in range(me.size)]
-    mine = slice(sum(counts[: me.rank]), sum(counts[: me.rank + 1]))
-    exchange, by_heads = Ulysses(counts), one_gpu(me, lens, (HEADS[0] // me.size, HEADS[1] // me.size))
-    own = tuple(x[mine] for x in qkv)
+def ring(me: Rank, tokens: Tokens, page_size: int, exchange: str) -> Kind:
+    """Causal in zigzag, else in order."""
+    layout: Any = Zigzag(tokens.lens, me.size, page_size)
+    if not tokens.causal:
+        layout = InOrder([[int(n) // me.size + (r < n % me.size) for r in range(me.size)] for n in tokens.lens])
+    call = RingAttention(me.workspace(), exchange=exchange)
+    call.plan(layout, *tokens.heads, HEAD_DIM, causal=tokens.causal, q_data_type=me.dtype, check_ranks=True)
+    rows = layout.rows(me.rank).to(me.device)
+    own = tuple(x[rows] for x in tokens.qkv)
+    return lambda: call.run(*own), rows
+
+
+def ulysses(me: Rank, tokens: Tokens) -> Kind:
+    """Tokens in order, whose heads are exchanged."""
+    rows = torch.arange(len(tokens.expected), device=me.device).tensor_split(me.size)
+    counts = [len(part) for part in rows]
+    exchange = Ulysses(counts)
+    by_heads = on_one(me, tokens.lens, (tokens.heads[0] // me.size, tokens.heads[1] // me.size), tokens.causal)
+    own = tuple(x[rows[me.rank]] for x in tokens.qkv)
+    return lambda: exchange.to_tokens(by_heads.run(*exchange.to_heads(*own))), rows[me.rank]
+
+
+def of_torch(me: Rank, tokens: Tokens, backend: str, stack: ExitStack) -> Kind:
+    """torch.distributed.tensor.experimental.context_parallel, until the stack is left. KV heads are repeated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    group = tokens.heads[0] // tokens.heads[1]
+    q, k, v = (
+        x.repeat_interleave(repeats, 1).transpose(0, 1)[None].contiguous()
+        for x, repeats in zip(tokens.qkv, (1, group, group), strict=True)
+    )
+    buffers = [q, k, v]
+    mesh = init_device_mesh(me.device.type, (me.size,))
+    stack.enter_context(sdpa_kernel([SDPBackend[backend]]))
+    sequences = [2] * len(buffers)
+    stack.enter_context(
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=sequences, no_restore_buffers={*buffers})
+    )
 
     def call() -> torch.Tensor:
-        return exchange.to_tokens(by_heads.run(*exchange.to_heads(*own)))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=tokens.causal)
+        return o[0].transpose(0, 1)
 
-    difference = _difference(call(), expected[mine])
-    return {"largest_difference_from_one": difference, "right": difference <= 2**-6}, call
+    return call, Zigzag(tokens.lens, me.size, 1).rows(me.rank).to(me.device)
 
 
-def prefill(me: Rank, name: str, lens: torch.Tensor, page_size: int, is_timed: bool) -> None:
-    """Causal attention of whole sequences: zigzag and Ulysses."""
+def prefill(
+    me: Rank, name: str, lens: torch.Tensor, heads: tuple[int, int], causal: bool, page_size: int, is_timed: bool
+) -> None:  # fmt: skip
+    """Attention of whole sequences: on one GPU, and over the ranks in all ways."""
     total = int(lens.sum())
-    q, k, v = (me.randn(total, heads, HEAD_DIM, seed=seed) for seed, heads in enumerate((HEADS[0], HEADS[1], HEADS[1])))
-    whole = one_gpu(me, lens, HEADS)
-    expected = whole.run(q, k, v)
-    found: dict[str, Any] = {"lens": lens.tolist(), "heads": HEADS, "head_dim": HEAD_DIM}
+    q, k, v = (me.randn(total, count, HEAD_DIM, seed=seed) for seed, count in enumerate((heads[0], *heads[1:] * 2)))
+    whole = on_one(me, lens, heads, causal)
+    tokens = Tokens(lens, heads, causal, (q, k, v), whole.run(q, k, v))
+    found: dict[str, Any] = {"lens": lens.tolist(), "heads": heads, "head_dim": HEAD_DIM, "causal": causal}
     me.results[name] = found
-    calls = {
-        "zigzag": zigzag(me, lens, page_size, (q, k, v), expected),
-        "zigzag_two_gathers": zigzag(me, lens, page_size, (q, k, v), expected, num_gathers=2),
-        "ulysses": ulysses(me, lens, (q, k, v), expected),
+    peers = ["peer_memory"] if me.device.type == "cuda" else []
+    kinds: dict[str, Callable[[], Kind]] = {
+        "ulysses": lambda: ulysses(me, tokens),
+        **{
+            f"ring_{each}": lambda each=each: ring(me, tokens, page_size, each)
+            for each in ("ring", "all_gather", *peers)
+        },
     }
-    if me.device.type == "cuda":
-        calls["zigzag_peer_memory"] = zigzag(me, lens, page_size, (q, k, v), expected, exchange="peer_memory")
-    found |= {kind: result for kind, (result, _) in calls.items()}
+    if causal:
+        kinds |= {f"zigzag_{each}": lambda each=each: zigzag(me, tokens, page_size, exchange=each)
+                  for each in ("all_gather", *peers)}  # fmt: skip
+        kinds["zigzag_two_gathers"] = lambda: zigzag(me, tokens, page_size, num_gathers=2)
+    calls: dict[str, Call] = {"one_gpu": lambda: whole.run(q, k, v)}
+    for kind, make in kinds.items():
+        calls[kind], rows = make()
+        found[kind] = tokens.verdict(calls[kind](), rows)
     if is_timed:
-        timed = {kind: call for kind, (_, call) in calls.items()}
-        seconds = me.seconds_in_turn({"one_gpu": lambda: whole.run(q, k, v), **timed})
-        found["one_gpu_ms"] = 1e3 * seconds["one_gpu"]
-        for kind in calls:
-            found[kind] |= {"ms": 1e3 * seconds[kind], "of_ideal": seconds["one_gpu"] / me.size / seconds[kind]}
+        rounds, layers = (5, LAYERS // 2) if total >= _LONG else (8, LAYERS)
+        _tell(found, me.seconds_in_turn(calls, rounds, layers), me.size)
+        beside(me, tokens, found, rounds, layers)
+
+
+def _tell(found: dict[str, Any], seconds: dict[str, float], size: int) -> None:
+    found["one_gpu_ms"] = 1e3 * seconds["one_gpu"]
+    for kind in seconds.keys() - {"one_gpu"}:
+        found[kind] |= {"ms": 1e3 * seconds[kind], "of_ideal": seconds["one_gpu"] / size / seconds[kind]}
+
+
+def beside(me: Rank, tokens: Tokens, found: dict[str, Any], rounds: int, layers: int) -> None:
+    """torch's own, which is no failure of ours where it fails."""
+    for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION") if me.device.type == "cuda" else ():
+        told: dict[str, Any] = {}
+        found[f"torch_{backend.partition('_')[0].lower()}"] = told
+        try:
+            with ExitStack() as stack:
+                call, rows = of_torch(me, tokens, backend, stack)
+                told["largest_difference_from_one"] = _difference(call(), tokens.expected[rows])
+                told["ms"] = 1e3 * me.seconds_in_turn({"torch": call}, rounds, layers)["torch"]
+                told["of_ideal"] = found["one_gpu_ms"] / me.size / told["ms"]
+        except Exception as error:
+            told["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
 def sections(me: Rank, kinds: list[str]) -> list[tuple[str, Callable[[], None]]]:
-    odd, long = torch.tensor([133, 1, 17, 3000 // min(me.scale, 8)]), torch.full((8,), 131072 // me.scale)
-    if kinds == ["peer_memory"]:
-        return [
-            ("exchange", lambda: exchange(me, kinds)),
-            ("decode-odd", lambda: decode(me, "decode-odd", odd, kinds, False)),
-            ("decode", lambda: decode(me, "decode", long, kinds, True)),
-        ]
-    return [
-        ("decode-odd", lambda: decode(me, "decode-odd", odd, kinds, False)),
-        ("prefill-odd", lambda: prefill(me, "prefill-odd", odd, 8, False)),
+    odd = torch.tensor([133, 1, 17, 3000 // min(me.scale, 8)])
+    batches = {
+        "decode-64x32k": torch.full((64,), 32768 // me.scale),
+        "decode-8x128k": torch.full((8,), 131072 // me.scale),
+    }
+    decodes = [
         ("exchange", lambda: exchange(me, kinds)),
-        ("decode", lambda: decode(me, "decode", long, kinds, True)),
-        ("prefill-2x16k", lambda: prefill(me, "prefill-2x16k", torch.full((2,), 16384 // me.scale), 128, True)),
-        ("prefill-1x32k", lambda: prefill(me, "prefill-1x32k", torch.full((1,), 32768 // me.scale), 128, True)),
+        ("decode-odd", lambda: decode(me, "decode-odd", odd, kinds, False)),
+        *((name, lambda name=name, lens=lens: decode(me, name, lens, kinds, True)) for name, lens in batches.items()),
     ]
+    if kinds == ["peer_memory"]:
+        return decodes
+    prompts = {
+        "prefill-odd": (odd, HEADS, True, 8, False),
+        "full-odd": (odd, (24, 24), False, 8, False),
+        "prefill-1x32k": (torch.tensor([32768 // me.scale]), (32, 8), True, 128, True),
+        "prefill-1x128k": (torch.tensor([131072 // me.scale]), (32, 8), True, 128, True),
+        "full-1x75600": (torch.tensor([75600 // me.scale]), (24, 24), False, 128, True),
+    }
+    return [
+        *((name, lambda name=name, case=case: prefill(me, name, *case)) for name, case in prompts.items()), *decodes
+    ]  # fmt: skip
 
 
 def work(rank: int, options: argparse.Namespace, store: str) -> None:
@@ -340,7 +427,7 @@ def work(rank: int, options: argparse.Namespace, store: str) -> None:
     size = options.ranks
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
-        device_id=device if cuda else None,
+        device_id=device if cuda else None, timeout=timedelta(seconds=options.patience),
         pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if cuda else None,
     )  # fmt: skip
     me = Rank(rank, size, device, options.scale)
@@ -351,11 +438,17 @@ def work(rank: int, options: argparse.Namespace, store: str) -> None:
     for name, section in parts + (sections(me, last) if last else []):
         if options.only not in name:
             continue
+        faulthandler.dump_traceback_later(options.patience + 15, exit=True)
+        start = time.monotonic()
         try:
             section()
         except Exception:
             me.results[name] = {"failed": traceback.format_exc(), "right": False}
             print(f"rank {rank}: {me.results[name]['failed']}", file=sys.stderr, flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        if cuda:
+            torch.cuda.empty_cache()
+        report["seconds"] = {**report.get("seconds", {}), name: round(time.monotonic() - start, 1)}
         if rank == 0:
             write_report(options.json, report)
             print(name, me.results.get(name), flush=True)
@@ -376,6 +469,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=int, default=1, help="divides the lengths that are timed")
     parser.add_argument("--exchanges", help="of all_to_all, all_gather, peer_memory (default: all that the device has)")
+    parser.add_argument(
+        "--patience", type=int, default=45, help="seconds after which a rank that does not answer is lost"
+    )
     parser.add_argument("--only", default="", help="sections whose name holds this")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -8,13 +8,14 @@ QuireError
 ├── CompileError (also RuntimeError)         a compiler was missing or failed; carries its log
 ├── CacheMissError (also RuntimeError)       compiling is denied and the variant is not in any store
 ├── CacheError (also RuntimeError)           a store could not be read or written, or must not be trusted
+├── RankError (also RuntimeError)            another rank of a process group failed, or did not answer in time
 └── DriverError (also RuntimeError)          the CUDA driver refused a call
 """
 
 from __future__ import annotations
 
 __all__ = [
-    "CacheError", "CacheMissError", "CompileError", "DriverError", "PlanError", "QuireError",
+    "CacheError", "CacheMissError", "CompileError", "DriverError", "PlanError", "QuireError", "RankError",
     "UnsupportedArgumentError", "UnsupportedError", "ValidationError",
 ]  # fmt: skip
 
@@ -51,6 +52,10 @@ class CacheMissError(QuireError, RuntimeError):
 
 class CacheError(QuireError, RuntimeError):
     """A store is unusable or holds something that must not be loaded."""
+
+
+class RankError(QuireError, RuntimeError):
+    """A rank of a process group failed or did not answer in time: names it, and carries torch.distributed's error."""
 
 
 class DriverError(QuireError, RuntimeError):

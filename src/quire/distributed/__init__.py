@@ -11,8 +11,11 @@ have any size, also 1, and its ranks may be on several hosts. docs/tutorial/rank
 
 from __future__ import annotations
 
-from quire.distributed.decode import ContextParallelDecode, Interleave
-from quire.distributed.exchange import merge_over_ranks
-from quire.distributed.prefill import Ulysses, Zigzag, ZigzagPrefill
+from quire.distributed.decode import ContextParallelDecode, Interleave, merge_over_ranks
+from quire.distributed.prefill import MeshAttention, Ulysses, Zigzag, ZigzagPrefill
+from quire.distributed.ring import InOrder, RingAttention
 
-__all__ = ["ContextParallelDecode", "Interleave", "Ulysses", "Zigzag", "ZigzagPrefill", "merge_over_ranks"]
+__all__ = [
+    "ContextParallelDecode", "InOrder", "Interleave", "MeshAttention", "RingAttention", "Ulysses", "Zigzag",
+    "ZigzagPrefill", "merge_over_ranks",
+]  # fmt: skip

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.distributed.exchange import Exchange, check_agreement, exchange_of, ranks_of, refuse_positions
+from quire.distributed.exchange import Exchange, State, check_agreement, exchange_of, ranks_of, refuse_positions
 from quire.engine.attention import planned
-from quire.engine.checks import check_flags, check_positive, check_tensor, host_indices
+from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
 from quire.engine.tensors import PagedCache
 from quire.engine.upcast import scales_of_values
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.kernels.features import dtype_of
 
+_LOG2_E = math.log2(math.e)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of o; the first is that of lse
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
 
@@ -215,3 +218,43 @@ class Interleave(NamedTuple):
         """The indices of tokens among the tokens of their rank: where to append them in its cache."""
         stride = self.interleave_size * self.num_ranks
         return positions // stride * self.interleave_size + positions % self.interleave_size
+
+
+def merge_over_ranks(
+    o: torch.Tensor, lse: torch.Tensor, group: Any = None, *, exchange: str = "all_to_all", natural_lse: bool = False
+) -> State:
+    """Merges the (o, lse) that all ranks computed for the same queries, each over its own keys.
+
+    o: float32, float16 or bfloat16 [rows, num_qo_heads, head_dim]. lse: float32 [rows, num_qo_heads], base 2, as
+        Quire's wrappers return it (run(..., return_lse=True)). natural_lse: lse is a natural logarithm, like
+        FlashAttention's, and so is the returned lse. A rank without keys for a row passes lse -inf and any o.
+    group: a torch.distributed process group; None: all processes.
+    exchange: "all_to_all": each rank gets its part of the heads, [rows, num_qo_heads / size, head_dim], rank 0 the
+        first; "all_gather": every rank gets all heads.
+
+    Outputs and lse are exchanged in one message. They are merged in the order of ranks, so that results are repeatable.
+    Raises ValidationError naming the argument. All ranks must have tensors of the same shape.
+
+    >>> from quire.distributed import merge_over_ranks
+    >>> o, lse = torch.randn(3, 8, 64), torch.randn(3, 8)
+    >>> merged, merged_lse = merge_over_ranks(o, lse)  # of a group of one
+    >>> torch.equal(merged, o)
+    True
+    """
+    ranks = ranks_of(group)
+    check_shape(check_tensor(o, "o"), "o", dict.fromkeys(("rows", "num_qo_heads", "head_dim")))
+    check_shape(check_tensor(lse, "lse"), "lse", {"rows": o.shape[0], "num_qo_heads": o.shape[1]})
+    check_flags(natural_lse=natural_lse)
+    for tensor, name, dtypes in ((o, "o", _DTYPES), (lse, "lse", _DTYPES[:1])):
+        if tensor.dtype not in dtypes:
+            raise ValidationError(f"{name}: expected dtype {', '.join(map(str, dtypes))}, got {tensor.dtype}.")
+    if isinstance(exchange, str) and exchange == "peer_memory":
+        raise ValidationError(
+            "exchange: expected 'all_to_all' or 'all_gather', as o lies in memory of this rank alone."
+        )
+    chosen = exchange_of(exchange, ranks, o.shape[0], o.shape[1], o.shape[2], o.dtype, o.device)
+    lse = lse * _LOG2_E if natural_lse else lse
+    if ranks.size == 1:  # nothing is merged, and o of a row without keys may hold anything
+        o = o.masked_fill((lse == -math.inf)[..., None], 0.0)
+    merged, total = chosen.merge(o, lse)
+    return merged, total / _LOG2_E if natural_lse else total

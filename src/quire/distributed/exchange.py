@@ -6,16 +6,17 @@ received messages in place.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from quire.cache.merge import merge_state, merge_states
-from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor
-from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.engine.checks import check_positive
+from quire.errors import PlanError, RankError, UnsupportedError, ValidationError
 
 #: Arguments of plan() that count from where a token stands in its request, which a rank's part does not say.
 _POSITIONS = {
@@ -32,9 +33,15 @@ class Ranks(NamedTuple):
     rank: int
     size: int
 
+    def others(self) -> list[int]:
+        """The other ranks; each rank begins with another one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
 
 def ranks_of(group: Any) -> Ranks:
-    """The ranks of `group`; None: of all processes."""
+    """The ranks of `group`; None: of all processes. Ranks are returned as they are."""
+    if isinstance(group, Ranks):
+        return group
     if not dist.is_available():
         raise UnsupportedError("quire.distributed: expected a torch that was built with torch.distributed.")
     if not dist.is_initialized():
@@ -45,6 +52,34 @@ def ranks_of(group: Any) -> Ranks:
     if rank < 0:
         raise ValidationError("group: expected a group that this process is a member of.")
     return Ranks(group if group is not None else dist.group.WORLD, rank, dist.get_world_size(group))
+
+
+@contextmanager
+def naming_ranks(ranks: Ranks, call: str, *peers: int) -> Iterator[None]:
+    """Errors of torch.distributed as a RankError. peers: global ranks that the call waits for; none: all others."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        waited = sorted({*peers} or {dist.get_global_rank(ranks.group, other) for other in ranks.others()})
+        lost = [peer for peer in waited if _is_lost(peer, ranks.group)]
+        names = ", ".join(map(str, lost or waited))
+        what = f"cannot reach rank {names}" if lost else f"got no answer of rank {names} in time"
+        raise RankError(f"{call}: rank {dist.get_rank()} {what}: {error}") from error
+
+
+def _is_lost(peer: int, group: Any) -> bool:
+    """Whether the connection to a rank is closed. Only gloo says so at once."""
+    if dist.get_backend(group) != "gloo":
+        return False
+    try:
+        work = dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group)
+        if work is not None:
+            work.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return "Timed out" not in str(error)
+    return False
 
 
 def peer_memory(
@@ -60,6 +95,12 @@ def peer_memory(
     return own, handle, [handle.get_buffer(rank, shape, dtype) for rank in range(ranks.size)]
 
 
+def timeout_of(ranks: Ranks, device: torch.device) -> int:
+    """Milliseconds after which a barrier between GPUs ends the kernel and says which rank it waited for."""
+    timeout: timedelta = ranks.group._get_backend(device).options._timeout
+    return int(timeout.total_seconds() * 1000)
+
+
 def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> None:
     """Check that all ranks can have the same number of heads."""
     if check_positive(num_heads, name) % ranks.size:
@@ -71,8 +112,9 @@ def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> No
 def check_agreement(ranks: Ranks, **values: Any) -> None:
     """Check that all ranks have the same `values`: a collective, after which all ranks raise the same error."""
     told: list[Any] = [None] * ranks.size
-    dist.all_gather_object(told, values, group=ranks.group)
-    for name, first in told[0].items():
+    if ranks.size > 1:
+        dist.all_gather_object(told, values, group=ranks.group)
+    for name, first in (told[0] or {}).items():
         for rank, others in enumerate(told):
             if others[name] != first:
                 raise ValidationError(
@@ -95,9 +137,7 @@ def refuse_positions(where: str, options: dict[str, Any]) -> None:
 
 
 State = tuple[torch.Tensor, torch.Tensor]  #: o [rows, heads, head_dim] and its base-2 lse [rows, heads]
-_ALIGNMENT = 32  #: bytes: eight values, which the merge reads at once
-_LOG2_E = math.log2(math.e)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of o; the first is that of lse
+ALIGNMENT = 32  #: bytes: eight values, which the merge reads at once
 
 
 class Message(NamedTuple):
@@ -114,15 +154,15 @@ class Message(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        used = -(-self.o_bytes // _ALIGNMENT) * _ALIGNMENT + 4 * self.rows * self.heads
-        return max(-(-used // _ALIGNMENT), 1) * _ALIGNMENT
+        used = -(-self.o_bytes // ALIGNMENT) * ALIGNMENT + 4 * self.rows * self.heads
+        return max(-(-used // ALIGNMENT), 1) * ALIGNMENT
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
         return torch.empty(count, self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, messages: torch.Tensor) -> State:
         """o [count, rows, heads, head_dim] and lse [count, rows, heads] in messages uint8 [count, num_bytes]."""
-        lse_begin = -(-self.o_bytes // _ALIGNMENT) * _ALIGNMENT
+        lse_begin = -(-self.o_bytes // ALIGNMENT) * ALIGNMENT
         o = messages[:, : self.o_bytes].view(self.dtype)
         lse = messages[:, lse_begin : lse_begin + 4 * self.rows * self.heads].view(torch.float32)
         count = messages.shape[0]
@@ -175,7 +215,8 @@ class AllGather(Exchange):
 
     def merge(self, o: torch.Tensor, lse: torch.Tensor, v_scale: float = 1.0) -> State:
         received = self._message.empty(self._ranks.size, self._device)
-        all_gather(received, self._message_of(o, lse), group=self._ranks.group)
+        with naming_ranks(self._ranks, "all_gather"):
+            all_gather(received, self._message_of(o, lse), group=self._ranks.group)
         return self._message.merge(received, v_scale)
 
 
@@ -189,7 +230,8 @@ class AllToAll(Exchange):
         sent_o, sent_lse = part.views(sent)
         sent_o.copy_(o.reshape(o.shape[0], size, part.heads, -1).transpose(0, 1))
         sent_lse.copy_(lse.reshape(o.shape[0], size, part.heads).transpose(0, 1))
-        dist.all_to_all_single(received, sent, group=self._ranks.group)
+        with naming_ranks(self._ranks, "all_to_all"):
+            dist.all_to_all_single(received, sent, group=self._ranks.group)
         return part.merge(received, v_scale)
 
 
@@ -208,6 +250,7 @@ class PeerMemory(Exchange):
             raise UnsupportedError(f"exchange: 'peer_memory' is for GPUs, got {device}; use 'all_to_all'.")
         shape = 1, self._message.num_bytes
         self._memory, self._handle, peers = peer_memory(ranks, shape, torch.uint8, device)
+        self._patience = timeout_of(ranks, device)
         own = heads // ranks.size
         mine = slice(own * ranks.rank, own * (ranks.rank + 1))
         views = [self._message.views(peer) for peer in peers]
@@ -220,9 +263,9 @@ class PeerMemory(Exchange):
 
     def merge(self, o: torch.Tensor, lse: torch.Tensor, v_scale: float = 1.0) -> State:
         self._message_of(o, lse)
-        self._handle.barrier(channel=0)
+        self._handle.barrier(0, self._patience)
         merged = self._merge_parts(v_scale)
-        self._handle.barrier(channel=1)
+        self._handle.barrier(1, self._patience)
         return merged
 
     def _merge_parts(self, v_scale: float) -> State:
@@ -247,47 +290,11 @@ def exchange_of(
     return chosen(ranks, rows, heads, head_dim, dtype, device)
 
 
-def merge_over_ranks(
-    o: torch.Tensor, lse: torch.Tensor, group: Any = None, *, exchange: str = "all_to_all", natural_lse: bool = False
-) -> State:
-    """Merges the (o, lse) that all ranks computed for the same queries, each over its own keys.
-
-    o: float32, float16 or bfloat16 [rows, num_qo_heads, head_dim]. lse: float32 [rows, num_qo_heads], base 2, as
-        Quire's wrappers return it (run(..., return_lse=True)). natural_lse: lse is a natural logarithm, like
-        FlashAttention's, and so is the returned lse. A rank without keys for a row passes lse -inf and any o.
-    group: a torch.distributed process group; None: all processes.
-    exchange: "all_to_all": each rank gets its part of the heads, [rows, num_qo_heads / size, head_dim], rank 0 the
-        first; "all_gather": every rank gets all heads.
-
-    Outputs and lse are exchanged in one message. They are merged in the order of ranks, so that results are repeatable.
-    Raises ValidationError naming the argument. All ranks must have tensors of the same shape.
-
-    >>> from quire.distributed import merge_over_ranks
-    >>> o, lse = torch.randn(3, 8, 64), torch.randn(3, 8)
-    >>> merged, merged_lse = merge_over_ranks(o, lse)  # of a group of one
-    >>> torch.equal(merged, o)
-    True
-    """
-    ranks = ranks_of(group)
-    check_shape(check_tensor(o, "o"), "o", dict.fromkeys(("rows", "num_qo_heads", "head_dim")))
-    check_shape(check_tensor(lse, "lse"), "lse", {"rows": o.shape[0], "num_qo_heads": o.shape[1]})
-    check_flags(natural_lse=natural_lse)
-    for tensor, name, dtypes in ((o, "o", _DTYPES), (lse, "lse", _DTYPES[:1])):
-        if tensor.dtype not in dtypes:
-            raise ValidationError(f"{name}: expected dtype {', '.join(map(str, dtypes))}, got {tensor.dtype}.")
-    if isinstance(exchange, str) and exchange == "peer_memory":
-        raise ValidationError(
-            "exchange: expected 'all_to_all' or 'all_gather', as o lies in memory of this rank alone."
-        )
-    chosen = exchange_of(exchange, ranks, o.shape[0], o.shape[1], o.shape[2], o.dtype, o.device)
-    lse = lse * _LOG2_E if natural_lse else lse
-    if ranks.size == 1:  # nothing is merged, and o of a row without keys may hold anything
-        o = o.masked_fill((lse == -math.inf)[..., None], 0.0)
-    merged, total = chosen.merge(o, lse)
-    return merged, total / _LOG2_E if natural_lse else total
+# --- keys and values -------------------------------------------------------------------------------------------------
 
 
 Wait = Callable[[], object]  #: lets the current stream wait until all has arrived
+Messages = Iterator[tuple[int, torch.Tensor]]  #: ranks and what they sent, for which the current stream has waited
 
 
 class Gather:
@@ -305,8 +312,44 @@ class Gather:
 
     def start(self, sent: torch.Tensor, received: torch.Tensor) -> Wait:
         """Gathers `sent` of rank i into received[i]."""
-        work: Any = all_gather(received.flatten(0, 1), sent, self._ranks.group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
+        with naming_ranks(self._ranks, "all_gather"):
+            work: Any = all_gather(received.flatten(0, 1), sent, self._ranks.group, async_op=True)
+
+        def wait() -> None:
+            with naming_ranks(self._ranks, "all_gather"):
+                work.wait()
+
+        return wait
+
+    def messages(self, sent: torch.Tensor, sizes: list[int]) -> Messages:
+        """The message of each rank, this one's first, with which the exchange begins. sizes: what counts of each."""
+        received = sent.new_empty(self._ranks.size, *sent.shape)
+        wait = self.start(sent, received)
+        yield self._ranks.rank, sent
+        wait()
+        for peer in self._ranks.others():
+            yield peer, received[peer, : sizes[peer]]
+
+
+class Passes(Gather):
+    """Each rank passes what it has received on to the next one: a message of each other rank at a time, in a ring."""
+
+    def messages(self, sent: torch.Tensor, sizes: list[int]) -> Messages:
+        rank, size, group = self._ranks.rank, self._ranks.size, self._ranks.group
+        after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+        message = sent[: sizes[rank]]
+        for step in range(size):
+            source = (rank - step) % size
+            arriving = sent.new_empty(sizes[source - 1])
+            ends = ((dist.isend, message, after), (dist.irecv, arriving, before)) if step < size - 1 else ()
+            pairs = [dist.P2POp(op, tensor, peer, group) for op, tensor, peer in ends if len(tensor)]
+            with naming_ranks(self._ranks, "ring", before, after):
+                works = dist.batch_isend_irecv(pairs) if pairs else []
+            yield source, message
+            with naming_ranks(self._ranks, "ring", before, after):
+                for work in works:
+                    work.wait()
+            message = arriving
 
 
 class PeerReads(Gather):
@@ -323,29 +366,45 @@ class PeerReads(Gather):
     def sent(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         if self._memory is None or (self._memory.shape, self._memory.dtype) != (torch.Size(shape), like.dtype):
             self._memory, self._handle, self._peers = peer_memory(self._ranks, shape, like.dtype, like.device)
+            self._patience = timeout_of(self._ranks, like.device)
             self._stream = torch.cuda.Stream(like.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._handle.barrier(channel=0)
+        self._handle.barrier(0, self._patience)
         return self._memory
 
     def start(self, sent: torch.Tensor, received: torch.Tensor) -> Wait:
-        self._handle.barrier(channel=1)
+        *_, last = self._copies(sent, received, [len(sent)] * self._ranks.size).values()
         current = torch.cuda.current_stream(sent.device)
-        self._stream.wait_stream(current)
+        return lambda: current.wait_event(last)
+
+    def messages(self, sent: torch.Tensor, sizes: list[int]) -> Messages:
+        received = sent.new_empty(self._ranks.size, *sent.shape)
+        arrived = self._copies(sent, received, sizes)
+        yield self._ranks.rank, sent
+        for peer, event in arrived.items():
+            torch.cuda.current_stream(sent.device).wait_event(event)
+            yield peer, received[peer, : sizes[peer]]
+
+    def _copies(self, sent: torch.Tensor, received: torch.Tensor, sizes: list[int]) -> dict[int, torch.cuda.Event]:
+        """Starts them; an event for each rank that is read."""
+        self._handle.barrier(1, self._patience)
+        arrived = {}
+        self._stream.wait_stream(torch.cuda.current_stream(sent.device))
         with torch.cuda.stream(self._stream):
-            for step in range(1, self._ranks.size):  # each rank begins with another one
-                peer = (self._ranks.rank + step) % self._ranks.size
-                received[peer].copy_(self._peers[peer], non_blocking=True)
-        arrived = self._stream.record_event()
-        return lambda: current.wait_event(arrived)
+            for peer in self._ranks.others():
+                received[peer, : sizes[peer]].copy_(self._peers[peer][: sizes[peer]], non_blocking=True)
+                arrived[peer] = self._stream.record_event()
+        return arrived
 
 
 _GATHERS = {"all_gather": Gather, "peer_memory": PeerReads}
+_PASSES = {"ring": Passes, **_GATHERS}
 
 
-def gather_of(kind: str, ranks: Ranks, device: torch.device) -> Gather:
-    """The way to gather with this name."""
-    if kind not in _GATHERS:
-        raise ValidationError(f"exchange: expected one of {', '.join(_GATHERS)}, got {kind!r}.")
+def gather_of(kind: str, ranks: Ranks, device: torch.device, *, may_pass: bool = False) -> Gather:
+    """The way to gather with this name. may_pass: message by message is enough."""
+    known = _PASSES if may_pass else _GATHERS
+    if not isinstance(kind, str) or kind not in known:
+        raise ValidationError(f"exchange: expected one of {', '.join(known)}, got {kind!r}.")
     if kind == "peer_memory" and device.type != "cuda":
         raise UnsupportedError(f"exchange: 'peer_memory' is for GPUs, got {device}; use 'all_gather'.")
-    return _GATHERS[kind](ranks)
+    return known[kind](ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from quire.distributed.exchange import (
     check_agreement,
     check_divisible,
     gather_of,
+    naming_ranks,
     ranks_of,
     refuse_positions,
 )
+from quire.distributed.ring import InOrder, Layout, RingAttention, offsets_of, rows_of
 from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices, is_choice
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError
@@ -95,7 +97,7 @@ class ZigzagPrefill:
         zigzag = Zigzag(lens, self._ranks.size, self._page_size)
         shape = num_qo_heads, num_kv_heads, head_dim
         early, late = (zigzag.length(chunk) for chunk in zigzag.chunks(self._ranks.rank))
-        indptr = _offsets(early + late)
+        indptr = offsets_of(early + late)
         self._own.plan(indptr, indptr, *shape, causal=True, **options)
         for exchange in self._exchanges:
             exchange.plan(zigzag, early, late, shape, options)
@@ -158,7 +160,7 @@ class _Exchange:
         options: dict[str, Any],
     ) -> None:  # fmt: skip
         self._page_size, self._pages = zigzag.page_size, int(zigzag.chunk_pages.sum())
-        first, padded = _offsets(early + late)[:-1], zigzag.chunk_pages * zigzag.page_size
+        first, padded = offsets_of(early + late)[:-1], zigzag.chunk_pages * zigzag.page_size
         sources = [_padded(first + half * early, (early, late)[half], padded) for half in self._halves]
         self._sources = [source.to(self._wrapper.device) for source in sources]
         rows = torch.stack([early, late], 1).flatten()  # a request of its own for each chunk of queries
@@ -168,7 +170,7 @@ class _Exchange:
         if self._has_keys:
             full = torch.full(counts.shape, zigzag.page_size, dtype=torch.int32, device="cpu")
             indices = torch.cat(pages).int()
-            self._wrapper.plan(_offsets(rows), _offsets(counts), indices, full, *shape, zigzag.page_size, **options)
+            self._wrapper.plan(offsets_of(rows), offsets_of(counts), indices, full, *shape, zigzag.page_size, **options)
             seen = (counts > 0).repeat_interleave(rows)
             self._mask = None if bool(seen.all()) else seen.to(self._wrapper.device)
 
@@ -211,11 +213,6 @@ class _Exchange:
         if self._has_keys:
             cache = received[: -self._pages], received[self._pages :]  # keys; values lie so many pages further
             merge_state_in_place(o, lse, *self._wrapper.run(q, cache, return_lse=True), self._mask)
-
-
-def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    """int32 [n + 1] of counts [n]."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
 
 
 def _padded(first: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -261,12 +258,7 @@ class Zigzag:
         """Indices of a rank's tokens among the concatenated sequences: int64, in the rank's order, which is sequence by
         sequence, with the early chunk before the late one. x[rows] are the rank's rows of x.
         """
-        first = self.seq_lens.cumsum(0) - self.seq_lens
-        parts = [
-            first[i] + torch.arange(int(self.begin(chunk)[i]), int(self.begin(chunk + 1)[i]), device="cpu")
-            for i in range(len(first)) for chunk in self.chunks(rank)
-        ]  # fmt: skip
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
+        return rows_of(self, rank)
 
 
 class Ulysses:
@@ -295,18 +287,19 @@ class Ulysses:
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Each x [tokens of this rank, num_heads, head_dim] as [tokens of all ranks, num_heads / size, head_dim].
 
-        All tensors are sent in one message. Rank r gets the r-th part of the heads. If there are fewer KV heads than
-        ranks, KV heads are repeated, so that each rank has the one that its queries need.
+        All tensors are sent in one message, also if their dtypes differ. Rank r gets the r-th part of the heads. If
+        there are fewer KV heads than ranks, KV heads are repeated, so that each rank has the one that its queries need.
         """
         size, own = self._ranks.size, self._counts[self._ranks.rank]
         parts = [self._by_rank(tensor, f"tensors[{i}]") for i, tensor in enumerate(tensors)]
-        if len({part.dtype for part in parts}) > 1:
-            raise ValidationError(f"tensors: expected one dtype, got {[part.dtype for part in parts]}.")
-        sent = torch.cat([part.flatten(2) for part in parts], 2).transpose(0, 1).contiguous()
-        received = sent.new_empty(sum(self._counts), sent.shape[2])
+        widths = [part.shape[2] * part.shape[3] * part.itemsize for part in parts]
+        sent = torch.empty(size, own, sum(widths), dtype=torch.uint8, device=parts[0].device)
+        received = sent.new_empty(sum(self._counts), sum(widths))
+        for part, target in zip(parts, torch.split(sent, widths, 2), strict=True):
+            target.view(part.dtype).view(size, own, *part.shape[2:]).copy_(part.transpose(0, 1))
         self._exchange(received, sent.flatten(0, 1), self._counts, [own] * size)
-        columns = torch.split(received, [part.shape[2] * part.shape[3] for part in parts], 1)
-        return tuple(x.view(len(x), *part.shape[2:]) for x, part in zip(columns, parts, strict=True))
+        columns = zip(torch.split(received, widths, 1), parts, strict=True)
+        return tuple(x.view(part.dtype).view(len(x), *part.shape[2:]) for x, part in columns)
 
     def _by_rank(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """x as [tokens, ranks, heads of a rank, head_dim]."""
@@ -329,4 +322,129 @@ class Ulysses:
     def _exchange(
         self, received: torch.Tensor, sent: torch.Tensor, received_counts: list[int], sent_counts: list[int]
     ) -> None:
-        dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self._ranks.group)
+        with naming_ranks(self._ranks, "all_to_all"):
+            dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self._ranks.group)
+
+
+class MeshAttention:
+    """RingAttention along one dimension of a torch DeviceMesh, and Ulysses along the other.
+
+    float_workspace_buffer, exchange, sent_as, variant, backend: as in quire.distributed.RingAttention.
+    mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension "ring", "ulysses" or both; of other meshes take
+        mesh["ring", "ulysses"]. A mesh of one dimension with another name is a ring. Rank r of the ring and u of
+        Ulysses counts as rank r * (ranks of Ulysses) + u.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from quire.distributed import InOrder, MeshAttention
+    >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses"))  # one rank here
+    >>> attention = MeshAttention(torch.empty(1 << 20, dtype=torch.uint8), mesh)
+    >>> attention.plan(InOrder([40]), 8, 2, 64, q_data_type=torch.bfloat16)
+    >>> q, k, v = (torch.randn(40, heads, 64).bfloat16() for heads in (8, 2, 2))
+    >>> attention.run(q, k, v).shape
+    torch.Size([40, 8, 64])
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, mesh: Any, **options: Any) -> None:
+        names = tuple(mesh.mesh_dim_names or ("ring",)) if mesh.ndim == 1 else tuple(mesh.mesh_dim_names or ())
+        names = ("ring",) if len(names) == 1 and names != ("ulysses",) else names
+        if len(names) != mesh.ndim or not {*names} <= {"ring", "ulysses"}:
+            raise ValidationError(
+                f'mesh: expected dimensions "ring" and "ulysses", as of mesh["ring", "ulysses"], got '
+                f"{mesh.mesh_dim_names}."
+            )
+        groups = {name: mesh.get_group(i) for i, name in enumerate(names)}
+        alone = Ranks(None, 0, 1)
+        self._across, self._around = (
+            ranks_of(groups[name]) if name in groups else alone for name in ("ulysses", "ring")
+        )
+        self._ring = RingAttention(float_workspace_buffer, self._around, **options)
+        self._planned_rows: tuple[_Row, _Row] | None = None  # of queries and of keys, once planned
+
+    def plan(
+        self, layout: Layout, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, kv_layout: Layout | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Plan a batch.
+
+        layout: an InOrder of all ranks; or a Layout of the ranks of the ring, such as Zigzag, of whose tokens each rank
+            of Ulysses has an equal part. kv_layout: that of keys and values; None: layout.
+        The other arguments are those of RingAttention.plan(). Fewer KV heads than ranks of Ulysses are repeated.
+        """
+        size = self._across.size
+        instead = "use the ring for more ranks"
+        check_divisible(num_qo_heads, self._across, "num_qo_heads", instead)
+        if check_positive(num_kv_heads, "num_kv_heads") >= size or size % num_kv_heads:
+            check_divisible(num_kv_heads, self._across, "num_kv_heads", instead)
+        place = self._around, self._across, self._ring.device
+        queries = _Row.of(layout, *place)
+        keys = queries if kv_layout is None else _Row.of(kv_layout, *place)
+        heads = num_qo_heads // size, max(1, num_kv_heads // size)
+        self._ring.plan(
+            queries.layout, *heads, head_dim, kv_layout=None if keys is queries else keys.layout,
+            first_head=self._across.rank * heads[0], **options,
+        )  # fmt: skip
+        self._planned_rows, self._num_heads = (queries, keys), num_qo_heads
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Indices of this rank's rows among the concatenated planned sequences: int64, on the host."""
+        return self._planned()[0].rows
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
+        return_lse: bool = False, **options: Any,
+    ) -> torch.Tensor | Pair:  # fmt: skip
+        """As RingAttention.run(), of this rank's rows of q, k and v with all heads."""
+        queries, keys = self._planned()
+        if sinks is not None:
+            check_shape(check_tensor(sinks, "sinks"), "sinks", {"num_qo_heads": self._num_heads})
+            sinks = sinks.chunk(self._across.size)[self._across.rank]
+        q, k, v = queries.gather(q, k, v) if keys is queries else (*queries.gather(q), *keys.gather(k, v))
+        o, lse = self._ring.run(q, k, v, sinks=sinks, return_lse=True, **options)
+        o = queries.scatter(o)
+        return (o, queries.scatter(lse[..., None])[..., 0]) if return_lse else o
+
+    def _planned(self) -> tuple[_Row, _Row]:
+        if self._planned_rows is None:
+            raise PlanError("run() was called before plan(): call plan() first, once per batch.")
+        return self._planned_rows
+
+
+class _Row(NamedTuple):
+    """A row of the mesh: the ranks of Ulysses that have the tokens of one rank of the ring together."""
+
+    layout: Layout  #: of the ring
+    ulysses: Ulysses | None  #: None: there is one rank
+    rows: torch.Tensor  #: this rank's, among the concatenated sequences
+    order: Pair | None  #: of tokens as they arrive, and back; None: they arrive sequence by sequence
+
+    @classmethod
+    def of(cls, layout: Layout, around: Ranks, across: Ranks, device: torch.device) -> _Row:
+        size, ring = across.size, around.rank
+        if layout.num_ranks == around.size:
+            parts = rows_of(layout, ring).tensor_split(size)
+            ulysses = Ulysses([len(part) for part in parts], across) if size > 1 else None
+            return cls(layout, ulysses, parts[across.rank], None)
+        if not isinstance(layout, InOrder) or layout.num_ranks != around.size * size:
+            raise ValidationError(
+                f"layout: expected an InOrder of {around.size * size} ranks, or a layout of the ring's {around.size}, "
+                f"got a {type(layout).__name__} of {layout.num_ranks}."
+            )
+        counts = torch.stack([layout.length(rank) for rank in range(layout.num_ranks)], 1).view(-1, around.size, size)
+        mine = InOrder(counts[:, ring])
+        places = torch.cat([mine.rows(rank) for rank in range(size)])
+        order = None if bool((places.diff() > 0).all()) else (places.argsort().to(device), places.to(device))
+        rows = rows_of(layout, ring * size + across.rank)
+        return cls(InOrder(counts.sum(2)), Ulysses(counts[:, ring].sum(0).tolist(), across), rows, order)
+
+    def gather(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All tokens, of a part of the heads."""
+        if self.ulysses is None:
+            return tensors
+        found = self.ulysses.to_heads(*tensors)
+        return found if self.order is None else tuple(x[self.order[0]] for x in found)
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens, of all heads."""
+        x = x if self.order is None else x[self.order[1]]
+        return x if self.ulysses is None else self.ulysses.to_tokens(x)

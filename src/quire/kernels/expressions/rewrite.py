@@ -7,7 +7,7 @@ and run without mask bits; what is left stays an expression.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import inf
 from typing import NamedTuple
 
@@ -44,6 +44,25 @@ def variant_without_mask(variant: Variant) -> Variant:
     mask = _rewritten(variant.expression.mask, tracer, {})
     assert mask is not None
     return variant_of_trees(call("where", Value(tracer, mask), Value(tracer, score), -inf).node, None, tracer)
+
+
+@lru_cache(maxsize=256)
+def variant_under(variant: Variant | None, causal: bool, window_left: int, first_head: int = 0) -> Variant | None:
+    """The variant with a causal mask and a window (-1: none) in its own mask, and heads counted from first_head on."""
+    if not causal and window_left < 0 and (variant is None or not first_head):
+        return variant
+    tracer = Tracer({}, {}) if variant is None else _tracer_of(variant, ())
+    q_idx, kv_idx, qo_len, kv_len, head = (
+        tracer.value("index", "int", value=name) for name in ("q_idx", "kv_idx", "qo_len", "kv_len", "head")
+    )
+    past, places = q_idx + kv_len - qo_len - kv_idx, {"head": head + first_head}
+    score, mask = (None, None) if variant is None else (variant.expression.score, variant.expression.mask)
+    conditions = [past >= 0] if causal else []
+    conditions += [past <= window_left] if window_left >= 0 else []
+    own = _rewritten(mask, tracer, places)
+    conditions += [] if own is None else [Value(tracer, own)]
+    seen = reduce(lambda a, b: a & b, conditions).node if conditions else None
+    return variant_of_trees(_rewritten(score, tracer, places), seen, tracer)
 
 
 def _tracer_of(variant: Variant, tables: Collection[str]) -> Tracer:
