@@ -347,18 +347,18 @@ def prefill(
     tokens = Tokens(lens, heads, causal, (q, k, v), whole.run(q, k, v))
     found: dict[str, Any] = {"lens": lens.tolist(), "heads": heads, "head_dim": HEAD_DIM, "causal": causal}
     me.results[name] = found
-    peers = ["peer_memory"] if me.device.type == "cuda" else []
     kinds: dict[str, Callable[[], Kind]] = {
         "ulysses": lambda: ulysses(me, tokens),
-        **{
-            f"ring_{each}": lambda each=each: ring(me, tokens, page_size, each)
-            for each in ("ring", "all_gather", *peers)
-        },
+        "ring": lambda: ring(me, tokens, page_size, "ring"),
+        "ring_all_gather": lambda: ring(me, tokens, page_size, "all_gather"),
     }
     if causal:
-        kinds |= {f"zigzag_{each}": lambda each=each: zigzag(me, tokens, page_size, exchange=each)
-                  for each in ("all_gather", *peers)}  # fmt: skip
+        kinds["zigzag"] = lambda: zigzag(me, tokens, page_size)
         kinds["zigzag_two_gathers"] = lambda: zigzag(me, tokens, page_size, num_gathers=2)
+    if me.device.type == "cuda":
+        kinds["ring_peer_memory"] = lambda: ring(me, tokens, page_size, "peer_memory")
+        if causal:
+            kinds["zigzag_peer_memory"] = lambda: zigzag(me, tokens, page_size, exchange="peer_memory")
     calls: dict[str, Call] = {"one_gpu": lambda: whole.run(q, k, v)}
     for kind, make in kinds.items():
         calls[kind], rows = make()
@@ -395,10 +395,7 @@ def beside(me: Rank, tokens: Tokens, found: dict[str, Any], rounds: int, layers:
 
 def sections(me: Rank, kinds: list[str]) -> list[tuple[str, Callable[[], None]]]:
     odd = torch.tensor([133, 1, 17, 3000 // min(me.scale, 8)])
-    batches = {
-        "decode-64x32k": torch.full((64,), 32768 // me.scale),
-        "decode-8x128k": torch.full((8,), 131072 // me.scale),
-    }
+    batches = {"decode-64x32k": torch.full((64,), 32768 // me.scale), "decode": torch.full((8,), 131072 // me.scale)}
     decodes = [
         ("exchange", lambda: exchange(me, kinds)),
         ("decode-odd", lambda: decode(me, "decode-odd", odd, kinds, False)),

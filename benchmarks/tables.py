@@ -294,12 +294,27 @@ def _ranks() -> Iterator[Line]:
         tuple(decoded[way]["us"] for way in ways), {"one H200": (decoded["one_gpu_us"],) * 3}, limit="one H200",
     )  # fmt: skip
     yield Line("exchange and merge per layer on two H200s, 64 requests, 64 heads: the same ways", "us", exchanged, {})
-    prefills = found["prefill-2x16k"], found["prefill-1x32k"]
-    yield Line(
-        "prefill in zigzag over two H200s, 64/8: 2 x 16384, 1 x 32768", "ms",
-        tuple(prefill["zigzag_peer_memory"]["ms"] for prefill in prefills),
-        {"with NCCL": tuple(prefill["zigzag"]["ms"] for prefill in prefills),
-         "half of one H200's time": tuple(prefill["one_gpu_ms"] / 2 for prefill in prefills)},
+    timed = {name: case for name, case in found.items() if "one_gpu_ms" in case}
+    prefills = [case for name, case in timed.items() if name.startswith("prefill")]
+    (num_qo_heads, num_kv_heads), lens = prefills[0]["heads"], [case["lens"] for case in prefills]
+    yield _over_two(
+        f"prefill in zigzag over two H200s, {num_qo_heads}/{num_kv_heads}: "
+        + ", ".join(f"{len(each)} x {each[0]}" for each in lens),
+        prefills, "zigzag_peer_memory", {"with NCCL": "zigzag"},
+    )  # fmt: skip
+    for case in (case for name, case in timed.items() if name.startswith("full")):
+        text = f"full attention by Ulysses over two H200s, {case['lens'][0]} tokens, {case['heads'][0]} heads"
+        yield _over_two(text, [case], "ulysses", {"a ring": "ring_peer_memory"})
+
+
+def _over_two(text: str, cases: list[dict[str, Any]], ours: str, ways: dict[str, str]) -> Line:
+    """Milliseconds over two GPUs, and those of torch's context_parallel where all cases have them."""
+    peers = {name: tuple(case[way]["ms"] for case in cases) for name, way in ways.items()}
+    theirs = tuple(case.get("torch_cudnn", {}).get("ms") for case in cases)
+    peers |= {"torch's context_parallel": theirs} if None not in theirs else {}
+    half = tuple(case["one_gpu_ms"] / 2 for case in cases)
+    return Line(
+        text, "ms", tuple(case[ours]["ms"] for case in cases), {**peers, "half of one H200's time": half},
         limit="half of one H200's time",
     )  # fmt: skip
 
