@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
+import quire
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 CPU = torch.device("cpu")
 
@@ -119,6 +121,21 @@ def test_plan(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert [result["case"] for result in results] == ["decode-b1", "prefill-b64"]
     for result in results:
         assert 0 < result["plan"]["least"] <= result["plan"]["p50"] <= result["plan"]["p99"]
+
+
+@pytest.mark.slow
+def test_flex(tmp_path: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases that compile little, on the cpu; a wrong result ends the program."""
+    file = tmp_path / "flex.json"
+    arguments = ("--device", "cpu", "--no-torch", "--rounds", "1", "--json", str(file), "--cases")
+    run_here("flex.py", *arguments, "causal,10 % of 128 x 128,first call")
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["causal"]["error"] < 1e-4 and rows["causal"]["tflops"] > 0 and rows["first call"]["compiles"] == 0
+    right = quire.flex_attention
+    monkeypatch.setattr(quire, "flex_attention", lambda *args, **options: 1.1 * right(*args, **options))
+    with pytest.raises(AssertionError):  # its status is not 0
+        run_here("flex.py", *arguments, "causal")
+    assert "off by" in json.loads(file.read_text())["rows"][0]["failed"]
 
 
 @pytest.mark.slow
