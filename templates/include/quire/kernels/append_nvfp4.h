@@ -4,8 +4,9 @@
 //
 // Each kScaledNumbers neighbouring numbers x of a row have a scale s in e4m3, and each number is x / (s * global scale)
 // in E2M1. s is the largest |x| / (6 * global scale): 6 is the largest number of E2M1. All of it is rounded to nearest,
-// ties to even; a number beyond the largest becomes that, and a NaN makes the scale a NaN. Numbers are compared with
-// the bounds between those of E2M1 times s * global scale, which takes no division. The host computes the same bits.
+// ties to even; a number beyond the largest becomes that, and a NaN makes the scale a NaN. Where
+// s * global scale is 0, or so small that its reciprocal is infinite, numbers become 0. The host computes the same
+// bits.
 //
 // The kernel is limited by memory bandwidth. A thread has the numbers of one scale, of keys and of values.
 #pragma once
@@ -68,8 +69,8 @@ struct AppendNvfp4 {
 
     QUIRE_HD float at(int i) const { return to_float(vectors[i / kVec].x[i % kVec]); }
   };
-  struct alignas(kVec == 1 ? 1 : 8) Codes {
-    uint8_t x[kScaledNumbers / 2];
+  struct Codes {
+    uint32_t words[kScaledNumbers / 8];
   };
   struct Block {
     Codes codes;
@@ -109,32 +110,80 @@ struct AppendNvfp4 {
     return x;
   }
 
-  QUIRE_HD static void store(uint8_t* to, const Codes& codes) { *reinterpret_cast<Codes*>(to) = codes; }
+  QUIRE_HD static void store(uint8_t* to, const Codes& codes) {
+    struct alignas(kVec == 1 ? 1 : 8) Bytes {
+      uint8_t x[kScaledNumbers / 2];
+    };
+    *reinterpret_cast<Bytes*>(to) = __builtin_bit_cast(Bytes, codes);
+  }
 
   QUIRE_HD static Block quantised(const Numbers& x, float global_scale) {
     constexpr float kLargest = 6.0f;
-    uint32_t bits = 0;  // of the largest magnitude: those of a NaN are larger than all others
-    for (int i = 0; i < kScaledNumbers; ++i) bits = max(bits, __builtin_bit_cast(uint32_t, magnitude(x.at(i))));
-    const float top = __builtin_bit_cast(float, bits);
+    constexpr int kCodes = 8;  // of a word
+    float top = 0.0f;
+    for (int i = 0; i < kScaledNumbers; ++i) top = larger(top, __builtin_fabsf(x.at(i)));
     Block block;
     block.scale = from_float<e4m3_t>(top / (kLargest * global_scale));
-    const float unit = to_float(block.scale) * global_scale;
-    for (int i = 0; i < kScaledNumbers / 2; ++i) {
-      block.codes.x[i] = static_cast<uint8_t>(code_of(x.at(2 * i), unit) | code_of(x.at(2 * i + 1), unit) << 4);
+    const Unit unit(to_float(block.scale) * global_scale);
+    for (int i = 0; i < kScaledNumbers; i += kCodes) {
+      uint32_t word = 0;
+      for (int j = kCodes - 1; j >= 0; --j) word = word * 16 + code_of(x.at(i + j), unit);
+      block.codes.words[i / kCodes] = unit.is_regular ? word : 0;
     }
     return block;
   }
 
-  QUIRE_HD static float magnitude(float x) {
-    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0x7fffffffu);
+  // What the numbers of a block are divided by, twice over.
+  struct Unit {
+    float twice, reciprocal;
+    float most;       // 4 times that, to which numbers are limited: the quotient of an infinity would be a NaN
+    bool is_regular;  // whether there is a quotient
+
+    QUIRE_HD explicit Unit(float unit)
+        : twice(2.0f * unit),
+          reciprocal(0.5f / unit),
+          most(__builtin_fminf(4.0f * twice, kLargestFloat)),
+          is_regular(unit > 0.0f && reciprocal < __builtin_inff()) {}
+  };
+
+  static constexpr float kLargestFloat = 3.402823466e38f;
+
+  QUIRE_HD static uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+
+  // The larger one; a NaN if one of them is.
+  QUIRE_HD static float larger(float a, float b) {
+#ifdef __CUDA_ARCH__
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+#else
+    return b > a || b != b ? b : a;
+#endif
   }
 
-  // The E2M1 number nearest to x / unit; 0 where the unit is 0.
-  QUIRE_HD static uint32_t code_of(float x, float unit) {
-    const float size = unit > 0.0f ? magnitude(x) : 0.0f;
-    const uint32_t code = (size > 0.25f * unit) + (size >= 0.75f * unit) + (size > 1.25f * unit) +
-                          (size >= 1.75f * unit) + (size > 2.5f * unit) + (size >= 3.5f * unit) + (size > 5.0f * unit);
-    return unit > 0.0f ? code | (__builtin_bit_cast(uint32_t, x) >> 28 & 8u) : 0u;
+  // The E2M1 number nearest to x / unit. Its steps are 1/2 up to 2, then 1 up to 4, then 2 up to 6: its code is the sum
+  // of these three parts, each rounded. What a part begins with is even, so that ties go to even codes.
+  QUIRE_HD static uint32_t code_of(float x, const Unit& unit) {
+    constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: sums are whole numbers, in the last bits
+    const float size = __builtin_fminf(__builtin_fabsf(x), unit.most);
+    const float near = size * unit.reciprocal;
+    const float half = __builtin_fmaf(__builtin_fmaf(-near, unit.twice, size), unit.reciprocal, near);  // its quotient
+    float sum = __builtin_fmaf(part_of(half, 0.0f), 4.0f, kWhole);
+    sum = __builtin_fmaf(part_of(half, 1.0f), 2.0f, sum);
+    sum += part_of(half, 2.0f);
+    return (bits_of(sum) - bits_of(kWhole)) + (bits_of(x) >> 31) * 8;
+  }
+
+  // half - begin, at least 0 and at most 1.
+  QUIRE_HD static float part_of(float half, float begin) {
+#ifdef __CUDA_ARCH__
+    float part;
+    asm("sub.rn.sat.f32 %0, %1, %2;" : "=f"(part) : "f"(half), "f"(begin));
+    return part;
+#else
+    const float part = half - begin;
+    return part > 0.0f ? (part < 1.0f ? part : 1.0f) : 0.0f;
+#endif
   }
 };
 
