@@ -6,8 +6,9 @@ received messages in place.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from quire.errors import PlanError, RankError, UnsupportedError, ValidationError
 _POSITIONS = {
     "attention_chunk_size": None, "pos_encoding_mode": "NONE", "rope_scale": None, "rope_theta": None, "window_left": -1
 }  # fmt: skip
+_PROBE = 1 << 20  #: a tag that no message has
+_NOTICED = "quire: rank {} has noticed that another one is lost"  #: a key of the store
 #: Of equally many bytes from each rank, into one tensor: the name that torch gives it from 2.13 on, or the older one.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
@@ -62,24 +65,48 @@ def naming_ranks(ranks: Ranks, call: str, *peers: int) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        waited = sorted({*peers} or {dist.get_global_rank(ranks.group, other) for other in ranks.others()})
-        lost = [peer for peer in waited if _is_lost(peer, ranks.group)]
-        names = ", ".join(map(str, lost or waited))
+        others = [dist.get_global_rank(ranks.group, other) for other in ranks.others()]
+        lost = _lost(others, ranks.group)
+        names = ", ".join(map(str, sorted(lost or peers or others)))
         what = f"cannot reach rank {names}" if lost else f"got no answer of rank {names} in time"
         raise RankError(f"{call}: rank {dist.get_rank()} {what}: {error}") from error
 
 
-def _is_lost(peer: int, group: Any) -> bool:
-    """Whether the connection to a rank is closed. Only gloo says so at once."""
+def _lost(others: list[int], group: Any) -> list[int]:
+    """The ranks whose connections are closed, which only gloo says at once, but for those that have closed them because
+    they have noticed themselves: they say so in the store of torch.distributed.
+    """
     if dist.get_backend(group) != "gloo":
-        return False
+        return []
+    lost: list[int] = []
+    store, own, patience = dist.distributed_c10d._get_default_store(), _NOTICED.format(dist.get_rank()), 0.1
+    with suppress(RuntimeError):  # the store is gone with the rank that served it
+        patience = 0.1 if store.check([own]) else 2.0  # the others notice meanwhile
+        store.set(own, "")
+    sent = []
+    for other in others:
+        with _noting(other, lost):
+            sent.append((other, dist.isend(torch.zeros(1, dtype=torch.uint8), other, group, tag=_PROBE)))
+    for other, work in sent:
+        with _noting(other, lost):
+            if work is not None:
+                work.wait(timedelta(seconds=patience / 2 / len(others)))  # which closes all connections
+    end = time.monotonic() + patience
+    with suppress(RuntimeError):
+        while silent := [rank for rank in lost if not store.check([_NOTICED.format(rank)])]:
+            if time.monotonic() > end:
+                return silent
+            time.sleep(0.02)
+    return lost
+
+
+@contextmanager
+def _noting(rank: int, lost: list[int]) -> Iterator[None]:
     try:
-        work = dist.isend(torch.zeros(1, dtype=torch.uint8), peer, group)
-        if work is not None:
-            work.wait(timedelta(seconds=1))
+        yield
     except RuntimeError as error:
-        return "Timed out" not in str(error)
-    return False
+        if "Timed out" not in str(error):
+            lost.append(rank)
 
 
 def peer_memory(
@@ -113,7 +140,8 @@ def check_agreement(ranks: Ranks, **values: Any) -> None:
     """Check that all ranks have the same `values`: a collective, after which all ranks raise the same error."""
     told: list[Any] = [None] * ranks.size
     if ranks.size > 1:
-        dist.all_gather_object(told, values, group=ranks.group)
+        with naming_ranks(ranks, "check_ranks"):
+            dist.all_gather_object(told, values, group=ranks.group)
     for name, first in (told[0] or {}).items():
         for rank, others in enumerate(told):
             if others[name] != first:

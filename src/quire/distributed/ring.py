@@ -12,6 +12,7 @@ from quire.cache.merge import merge_state_in_place
 from quire.distributed.exchange import ALIGNMENT, Messages, check_agreement, gather_of, ranks_of
 from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, scalar
 from quire.engine.operands import OperandValue, RemappedOperands, int32_table, variant_of
+from quire.engine.options import logits_options
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError
 from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, reads_indices, variant_of_level, variant_under
@@ -286,6 +287,7 @@ class RingAttention:
         Raises ValidationError or UnsupportedError naming the argument.
         """
         check_flags(causal=causal, check_ranks=check_ranks)
+        logits_options(head_dim, sm_scale, window_left, logits_soft_cap, "NONE")  # as the launches will check them
         part = self._part(layout, kv_layout or layout)
         dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
         options = {
@@ -303,7 +305,7 @@ class RingAttention:
         heads = check_positive(num_qo_heads, "num_qo_heads"), num_kv_heads
         wants_places = self._variant is not None and reads_indices(self._variant)
         is_placed = wants_places or window_left >= 0 or (causal and part.keys is not layout)
-        variant = variant_under(self._variant, causal, window_left, first_head) if is_placed else self._variant
+        variant = variant_under(self._variant, causal and is_placed, window_left, first_head)
         launches = [(part.placed if is_placed else part.plain)(source, causal) for source in range(layout.num_ranks)]
         flat = [launch for each in launches for launch in each]
         remapped = self._remapped_of(variant, part, flat, first_head + heads[0])
