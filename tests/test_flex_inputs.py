@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 import quire
 from quire.attention import flex_inputs
 from quire.attention.flex_inputs import mask_of, states_of
+from quire.engine import plan_cache, planner
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 70, 100
 SOURCE = torch.Generator().manual_seed(5)
@@ -62,6 +65,51 @@ def test_strides(device):
     odd.copy_(q)
     check(odd, k, v)
     check(q[:, :, ::2], k[:, :, 1::3], v[:, :, 1::3])
+
+
+def in_order(tensor: Tensor, of_heads: bool) -> Tensor:
+    """[batch, heads, length, head_dim], contiguous or as the transpose of a contiguous [batch, length, heads, ...]."""
+    return tensor.contiguous() if of_heads else tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+#: Of query, key and value: whether they are contiguous; and the names of what is copied.
+ORDERS = {
+    (True, True, True): (), (False, False, False): (), (True, True, False): ("value",),
+    (True, False, False): ("query",), (False, True, True): ("query",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_of_heads_and_tokens(order, device):
+    """Batches that lie one after another as heads are not copied; the result has the order of the query."""
+    slopes = torch.rand(BATCH, HEADS, generator=SOURCE).to(device)
+    tensors = [draw(device, HEADS, 40), *(draw(device, KV_HEADS, KV_LEN) for _ in range(2))]
+    q, k, v = (in_order(t, of_heads) for t, of_heads in zip(tensors, order, strict=True))
+    wide_k, wide_v = (t.repeat_interleave(2, 1).double() for t in (k, v))
+    at = torch.arange(KV_LEN, device=device)
+    score = q.double() @ wide_k.transpose(2, 3) / 8 - slopes[:, :, None, None] * at
+    for _ in range(3):  # planned, recorded, replayed
+        o, lse = quire.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s - slopes[b, h] * j, enable_gqa=True, return_lse=True
+        )
+        assert (o - torch.softmax(score, 3) @ wide_v).abs().max() < (1e-5 if device == "cpu" else 2e-2)
+        assert (lse - score.logsumexp(3)).abs().max() < 1e-4 and o.stride() == q.stride()
+    assert flex_inputs.Inputs.of(q, k, v, True).copied == ORDERS[order]
+
+
+def test_steps_of_decode_copy_nothing(device):
+    """Neither with a query as a projection leaves it, nor with a part of a longer cache."""
+    q = draw(device, 1, HEADS).transpose(1, 2)
+    k, v = (draw(device, KV_HEADS, KV_LEN)[:, :, :64] for _ in range(2))
+    for _ in range(3):
+        check(q, k, v)
+    assert flex_inputs.Inputs.of(q, k, v, True).copied == ()
+
+
+def test_sizes_of_captured_tensors_are_checked_as_functions_read_them(device):
+    q, short = draw(device, HEADS, Q_LEN), torch.rand(HEADS - 1, device=device)
+    with pytest.raises(quire.ValidationError, match=f"expected at least {HEADS} elements in dimension 0, which head"):
+        quire.flex_attention(q, q, q, lambda s, b, h, i, j: s * short[h])
 
 
 @pytest.mark.slow
@@ -207,6 +255,38 @@ def test_lists_that_say_what_their_function_says(block, device):
     mask = create_block_mask(banded, BATCH, HEADS, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=block)
     check(q, k, v, elements(mask, banded), block_mask=mask)
     assert mask_of(mask) is banded
+
+
+def of_heads(b, h, q_idx, kv_idx):
+    return (q_idx + 30 >= kv_idx) & (q_idx + 30 - kv_idx < (b * 4 + h) * 12)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_heads_with_masks_of_their_own(heads_first, device):
+    """Lists of heads are found to say what the function says, and each KV head has a block mask of its own."""
+    q, k, v = (in_order(draw(device, n, 100), heads_first) for n in (HEADS, KV_HEADS, KV_HEADS))
+    mask = create_block_mask(of_heads, BATCH, HEADS, 100, 100, device=device, BLOCK_SIZE=16)
+    for _ in range(3):
+        check(q, k, v, elements(mask, of_heads), block_mask=mask)
+    assert mask_of(mask) is of_heads
+    plan = [*plan_cache._plans.entries.values()][-1].plan
+    masks = (BATCH if heads_first else 1) * KV_HEADS
+    stride = plan.plan.operands.block_mask_stride
+    assert plan.spec.indices.batch_size * masks == BATCH * KV_HEADS and stride > 0
+    if device != "cpu":
+        return
+    states = np.frombuffer(ctypes.string_at(plan.plan.operands.block_mask, stride * masks), dtype=np.uint8)
+    visible = (states.reshape(masks, stride) & 1).sum(1)
+    assert visible[0] < visible[-1] and visible[0] < stride
+
+
+def test_block_masks_that_would_take_too_much_memory(device, monkeypatch):
+    """All heads then share one."""
+    monkeypatch.setattr(planner, "_MOST_MASK_BYTES", 1)
+    q, k, v = (draw(device, n, 100) for n in (HEADS, KV_HEADS, KV_HEADS))
+    mask = create_block_mask(of_heads, BATCH, HEADS, 100, 100, device=device, BLOCK_SIZE=16)
+    check(q, k, v, elements(mask, of_heads), block_mask=mask)
+    assert [*plan_cache._plans.entries.values()][-1].plan.plan.operands.block_mask_stride == 0
 
 
 def test_a_block_longer_than_all_lengths(device):

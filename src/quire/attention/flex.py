@@ -17,13 +17,22 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from quire.attention.flex_inputs import Inputs, check_lengths, is_other, mask_in_graph, mask_of
+from quire.attention.flex_inputs import (
+    Inputs,
+    check_lengths,
+    in_order_of,
+    is_heads_first,
+    is_other,
+    mask_in_graph,
+    mask_of,
+)
 from quire.engine.attention import Attention
 from quire.engine.checks import check_flags, scalar
-from quire.engine.operands import split_operands
+from quire.engine.operands import check_operands, split_operands
 from quire.engine.operators import NOT_CAPTURABLE, FunctionsOperator, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import plan_of, repeated
+from quire.engine.planner import index_limits
 from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
@@ -39,7 +48,7 @@ from quire.kernels.expressions.dependencies import (
     as_operand,
     state_of,
 )
-from quire.kernels.expressions.rewrite import MaskParts
+from quire.kernels.expressions.rewrite import MaskParts, variant_of_heads
 from quire.kernels.expressions.variant import Variant, read_text
 
 __all__ = ["flex_attention"]
@@ -84,10 +93,13 @@ def flex_attention(
     scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options: options of
         torch's kernels, which Quire's do not need. return_aux: torch's AuxRequest, of lse and, on the CPU, max_scores.
 
-    The batch of key and value may be 1. Tensors that are views of [batch, length, heads, head_dim] are read in place;
-    others are copied, and head dims that kernels do not have (below 32, or no multiple of 8) are padded with zeros. The
-    same functions are traced once, and the plan of a block mask serves all layers that use it: create a new block mask
-    when its tensors change. After one call of the same shapes, the call may be captured in a CUDA graph.
+    The batch of key and value may be 1. Contiguous tensors, transposed views of [batch, length, heads, head_dim] and
+    parts of longer ones are read in place. Others are copied: those with a batch that is broadcast, with strides that
+    are no multiples of 16 bytes, and the smaller ones where some lie head by head and others token by token. Head dims
+    that kernels do not have (below 32, or no multiple of 8) are padded with zeros. The result has the order of the
+    query, as in torch. The same functions are traced once, and the plan of a block mask serves all layers that use it:
+    create a new block mask when its tensors change. After one call of the same shapes, the call may be captured in a
+    CUDA graph.
 
     torch.compile(fullgraph=True), torch.export and make_fx record it as an operator: tensors that functions capture are
     inputs of the graph. Integers that differ between calls are constants of a kernel, as outside of graphs.
@@ -169,13 +181,13 @@ def _attend(
     attention = _planned(block_mask, inputs, scale, traced, return_most)
     if attention is None:  # the lists of the block mask are not those of its function
         return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
-    q, k, v = (t.flatten(0, 1) for t in inputs.tensors)
-    options = RunOptions(operands=traced.of_score, lse_unit=LN2)
-    result = attention.run(q, (k, v), return_lse=return_lse, options=options)
-    o, lse = result if return_lse else (result, None)
-    batch, q_len = inputs.query.shape[:2]
-    o = o[..., : inputs.head_dim_vo].unflatten(0, (batch, q_len)).transpose(1, 2)
-    return o if lse is None else (o, lse.unflatten(0, (batch, q_len)).transpose(1, 2))
+    (q, k, v), (o, out), options = inputs.tensors, inputs.result(), RunOptions(operands=traced.of_score, lse_unit=LN2)
+    result = attention.run(q, (k, v), out, return_lse=return_lse, options=options)
+    rows, lse = result if return_lse else (result, None)
+    o = (inputs.of_batch(rows) if o is None else o)[..., : inputs.head_dim_vo]
+    if inputs.of_heads != is_heads_first(query):
+        o = in_order_of(o, query)
+    return o if lse is None else (o, inputs.of_batch(lse))
 
 
 def _planned(
@@ -184,7 +196,7 @@ def _planned(
     """The plan of the last such call, if its mask read the same tensors, or a new one; None if the block mask turns out
     to have another function than was traced.
     """
-    (batch, q_len, qo_heads, head_dim), (_, kv_len, kv_heads, _) = inputs.query.shape, inputs.key.shape
+    (batch, qo_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = inputs.query.shape, inputs.key.shape
     parts, of_mask, device = traced.parts, traced.of_mask, inputs.query.device
     options = PlanOptions(
         *heads(qo_heads, kv_heads), head_dim, inputs.value.shape[3], Types.of(inputs.query.dtype, None, None),
@@ -192,15 +204,22 @@ def _planned(
         variant=traced.variant, max_logits=return_most,
     )  # fmt: skip
 
-    def indices() -> Indices:
-        kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * kv_len
-        return Indices(batch, None, q_len, kv_indptr, None, None, 1)
+    def indices(requests: int = batch) -> Indices:
+        kv_indptr = torch.arange(requests + 1, dtype=torch.int32, device="cpu") * kv_len
+        return Indices(requests, None, q_len, kv_indptr, None, None, 1)
 
     if is_other(block_mask, options, indices, of_mask, device):
         return None
+    requests, variant = batch, traced.variant
+    if inputs.of_heads:
+        if variant is not None:
+            check_operands(variant, {**of_mask, **traced.of_score}, device, index_limits(options, indices()))
+            variant = variant_of_heads(variant, qo_heads)
+        requests, all_heads = 1, heads(batch * qo_heads, batch * kv_heads)
+        options = options._replace(num_qo_heads=all_heads[0], num_kv_heads=all_heads[1], variant=variant)
     return plan_of(
-        ("flex", options, batch, q_len, kv_len), _sources(block_mask, traced), device,
-        lambda: AttentionSpec(indices(), options, operands=of_mask),
+        ("flex", options, requests, q_len, kv_len), _sources(block_mask, traced), device,
+        lambda: AttentionSpec(indices(requests), options, operands=of_mask),
     )  # fmt: skip
 
 
@@ -269,10 +288,9 @@ def _without_memory(query: torch.Tensor, _: Any, value: torch.Tensor, *args: Any
     """Results of the shapes and strides that a call gives."""
     options = args[3] if isinstance(args[3], dict) else dict(zip(("return_lse", "return_most"), args[-2:], strict=True))
     batch, heads, q_len, _ = query.shape
-    o = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
     shape = (batch, q_len, heads, *([2] if options["return_most"] else [])) if options["return_lse"] else (0, 0, 0)
     lse = query.new_empty(shape, dtype=torch.float32)
-    return o, lse.transpose(1, 2)
+    return in_order_of(query.new_empty((batch, heads, q_len, value.shape[3])), query), lse.transpose(1, 2)
 
 
 @operator(
@@ -295,7 +313,7 @@ def _of_graph(
     block_mask = mask_in_graph(mask_mod, lists, sizes) if lists else None
     result = _call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
     o, lse = result if return_lse else (result, query.new_empty((0, 0, 0), dtype=torch.float32))
-    return o.transpose(1, 2).contiguous().transpose(1, 2), lse
+    return in_order_of(o, query), lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 _functions_operator = FunctionsOperator("quire_flex_attention", _with_text, _without_memory)

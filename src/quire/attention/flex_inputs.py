@@ -8,6 +8,7 @@ states, one number a block. Which of both holds is found out once for each block
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,36 +16,55 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine.checks import check_shape, check_tensor
+from quire.engine.device import target_of
 from quire.engine.graph import is_capturing
+from quire.engine.launch import launch
+from quire.engine.operands import write_operands
 from quire.engine.options import PlanOptions
-from quire.engine.planner import blocks_of_mask
+from quire.engine.planner import index_limits, load
 from quire.engine.schedule import Indices
 from quire.errors import PlanError, ValidationError
+from quire.jit import without_matrix_unit
+from quire.kernels.attention import with_operands
+from quire.kernels.expressions.cxx import mask_heads, operands_struct
 from quire.kernels.expressions.dependencies import RecordedFunction
+from quire.kernels.features import MaskMode
+from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, OperationKey
+from quire.kernels.params import ExpressionBlocksParams, RowTile
 
 _LEAST_DIM, _STEP = 32, 8  #: head dims of kernels are multiples of 8 from 32 on
 _ALIGNMENT = 16  #: bytes, of strides that all kernels read
+_TOKENS, _HEADS = "tokens", "heads"  #: how the requests of a batch lie one after another
 _ANY_LENGTH = 1 << 30  #: torch's block size of a mask for all lengths
 _HIDDEN, _PARTIAL, _FULL = 0, 1, 2  #: states of blocks
-_VISIBLE_BIT, _FULL_BIT = 1, 2  #: of blocks_of_mask()
+_VISIBLE_BIT, _FULL_BIT = 1, 2  #: of _blocks_of_mask()
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
-    """Tensors [batch, length, heads, head_dim], whose head dims kernels have."""
+    """Tensors [batch, heads, length, head_dim] as kernels take them: tokens of all requests, or heads of all requests.
 
-    query: torch.Tensor
+    Kernels take tokens [tokens, heads, head_dim] with a stride for each dimension. If the requests of a batch lie one
+    after another as tokens, they are its requests. If they lie one after another as heads, as in a contiguous tensor
+    [batch, heads, length, head_dim], they are one request with the heads of all: all have the same lengths.
+    """
+
+    query: torch.Tensor  #: padded and copied where kernels ask for it
     key: torch.Tensor
     value: torch.Tensor
+    of_heads: bool  #: whether there is one request, with the heads of all
     head_dim: int  #: as given
     head_dim_vo: int
+    copied: tuple[str, ...]  #: names of those that were copied
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those that kernels read."""
-        return self.query, self.key, self.value
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that kernels read: [tokens, heads, head_dim]."""
+        if self.of_heads:
+            return tuple(t.flatten(0, 1).transpose(0, 1) for t in self[:3])
+        return tuple(t.transpose(1, 2).flatten(0, 1) for t in self[:3])
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> Inputs:
@@ -52,8 +72,55 @@ class Inputs(NamedTuple):
         _check(query, key, value, enable_gqa)
         batch = query.shape[0]
         key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (key, value))
-        q, k, v = (_readable(_padded(t).transpose(1, 2)) for t in (query, key, value))
-        return cls(q, k, v, query.shape[3], value.shape[3])
+        given = {"query": _padded(query), "key": _padded(key), "value": _padded(value)}
+        reads = {name: _reads(tensor) for name, tensor in given.items()}
+        copies = {t: sum(given[n].nbytes for n, read in reads.items() if t not in read) for t in (_TOKENS, _HEADS)}
+        result_bytes = query.nbytes // max(1, query.shape[3]) * value.shape[3]
+        copies[_TOKENS if is_heads_first(query) else _HEADS] += result_bytes * (batch > 1 < query.shape[2])
+        way = _HEADS if copies[_HEADS] < copies[_TOKENS] else _TOKENS
+        copied = tuple(name for name, read in reads.items() if way not in read)
+        for name in copied:
+            given[name] = _copied(given[name], way)
+        q, k, v = given.values()
+        return cls(q, k, v, way is _HEADS, query.shape[3], value.shape[3], copied)
+
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A tensor [batch, heads, length, head_dim] for the result and the same as the kernel writes it, where it would
+        not make one in the order of tokens itself.
+        """
+        if not self.of_heads:
+            return None, None
+        o = self.query.new_empty((*self.query.shape[:3], self.value.shape[3]))
+        return o, o.flatten(0, 1).transpose(0, 1)
+
+    def of_batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """What a kernel wrote for each token and head, [tokens, heads, ...], as [batch, heads, length, ...]."""
+        batch, heads, length = self.query.shape[:3]
+        if self.of_heads:
+            return rows.view(length, batch, heads, *rows.shape[2:]).movedim(0, 2)
+        return rows.view(batch, length, *rows.shape[1:]).transpose(1, 2)
+
+
+def is_heads_first(query: torch.Tensor) -> bool:
+    """Whether the result for a query is contiguous, and not the transpose of a contiguous [batch, length, heads, ...]:
+    it has the order of the query, as torch's.
+    """
+    (batch, _, length, _), strides = query.shape, query.stride()
+    return not any(map(_is_known, (batch == 1, length == 1, strides[0] == length * strides[2])))
+
+
+def in_order_of(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A result for a query in the order that it has, see is_heads_first(); a copy if it has another."""
+    return _copied(result, _HEADS if is_heads_first(query) else _TOKENS)
+
+
+def _is_known(condition: Any) -> bool:
+    """Whether a condition of sizes holds, also of those that a graph does not know."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loaded by whoever traces
+
+    return statically_known_true(condition)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
@@ -82,12 +149,24 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, more)) if more else tensor
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view [batch, length, heads, head_dim] if kernels read its strides, else a copy."""
+def _reads(tensor: torch.Tensor) -> tuple[str, ...]:
+    """How kernels read a tensor [batch, heads, length, head_dim] where it is: not at all, as _TOKENS, as _HEADS."""
     sizes, strides, item = tensor.shape[:3], tensor.stride(), tensor.element_size()
     is_whole = all(n == 1 or (s > 0 and s * item % _ALIGNMENT == 0) for n, s in zip(sizes, strides[:3], strict=True))
-    is_row = strides[3] == 1 and tensor.data_ptr() % _ALIGNMENT == 0
-    return tensor if is_row and is_whole else tensor.contiguous()
+    if not is_whole or strides[3] != 1 or tensor.data_ptr() % _ALIGNMENT:
+        return ()
+    (batch, heads, length), (step, head, token, _) = sizes, strides
+    is_one = batch <= 1
+    found = {
+        _TOKENS: is_one or length == 1 or step == length * token,
+        _HEADS: is_one or heads == 1 or step == heads * head,
+    }
+    return tuple(way for way, is_readable in found.items() if is_readable)
+
+
+def _copied(tensor: torch.Tensor, way: str) -> torch.Tensor:
+    """A copy that kernels read in a way."""
+    return tensor.contiguous() if way is _HEADS else tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # --- block masks -----------------------------------------------------------------------------------------------------
@@ -217,29 +296,71 @@ def is_other(
     _refuse_capture(block_mask)
     states = states_of(block_mask).to(device)
     known.is_settled = True
-    if bool((states == states[:, :1]).all()):  # the same for all heads
-        blocks = _blocks(options, indices(), operands, (*block_mask.BLOCK_SIZE,), device)
-        listed, shown = states[:, 0] != _HIDDEN, (blocks & _VISIBLE_BIT) != 0
-        filled, full = states[:, 0] == _FULL, (blocks & _FULL_BIT) != 0
-        if bool(((listed | ~shown) & (full | ~filled)).all()):
-            return False
+    states = states[:, :1] if bool((states == states[:, :1]).all()) else states
+    blocks = _blocks(options, indices(), operands, (*block_mask.BLOCK_SIZE,), device, states.shape[1] > 1)
+    listed, shown = states != _HIDDEN, (blocks & _VISIBLE_BIT) != 0
+    filled, full = states == _FULL, (blocks & _FULL_BIT) != 0
+    if bool(((listed | ~shown) & (full | ~filled)).all()):
+        return False
     known.function = _listed(known.given, states, block_mask)
     return True
 
 
 def _blocks(
-    options: PlanOptions, indices: Indices, operands: Mapping[str, Any], block: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """What the mask of a plan leaves of blocks: [batch or 1, rows, columns], as blocks_of_mask() says it."""
+    options: PlanOptions, indices: Indices, operands: Mapping[str, Any], block: tuple[int, int], device: torch.device,
+    of_heads: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What the mask of a plan leaves of blocks: [batch or 1, heads or 1, rows, columns], as _blocks_of_mask() says it.
+
+    of_heads: of each head, if the mask differs between heads; else of all together.
+    """
     if options.variant is not None and options.variant.has_mask:
-        return blocks_of_mask(options, indices, operands, block, device)
+        return _blocks_of_mask(options, indices, operands, block, device, of_heads)
     q_len, kv_len = indices.qo_len, int(indices.kv_lens()[0])
     first, last = _ends(q_len, block[0], device, kv_len - q_len), _ends(kv_len, block[1], device, 0)
     least, most = last[0] - first[1][:, None], last[1] - first[0][:, None]  # distances from queries to keys
     right = 0 if options.causal else q_len + kv_len
     left = options.logits.window_left if options.logits.window_left >= 0 else q_len + kv_len
     shown, full = (least <= right) & (most >= -left), (most <= right) & (least >= -left)
-    return (shown * _VISIBLE_BIT + full * _FULL_BIT)[None]
+    return (shown * _VISIBLE_BIT + full * _FULL_BIT)[None, None]
+
+
+def _blocks_of_mask(
+    options: PlanOptions, indices: Indices, given: Mapping[str, Any], block: tuple[int, int], device: torch.device,
+    of_heads: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What a variant's mask, with the plan's causal mask and window, leaves of blocks of (queries, keys): uint8
+    [batch_size, heads or 1, rows of blocks, columns], bit 0: some element of the block, bit 1: all of a whole block.
+    """
+    variant, kv_lens = options.variant, indices.kv_lens().tolist()
+    assert variant is not None
+    rows, keys = min(block[0], max(1, indices.qo_len)), min(block[1], max(1, *kv_lens))
+    height, width = -(-indices.qo_len // rows), -(-max(kv_lens) // keys)
+    tiles = (RowTile * (len(kv_lens) * height))(*(
+        RowTile(
+            request=request, row_begin=row * rows, kv_end=width, work_begin=(request * height + row) * width,
+            kv_len=kv_len, qo_len=indices.qo_len,
+        )
+        for request, kv_len in enumerate(kv_lens) for row in range(height)
+    ))  # fmt: skip
+    sent = torch.frombuffer(tiles, dtype=torch.uint8).to(device)
+    differs = mask_heads(variant.expression) != 0
+    num_masks = options.num_qo_heads if differs and of_heads else 1
+    found = torch.empty(num_masks, len(kv_lens), height, width, dtype=torch.uint8, device=device)
+    todo = with_operands(ExpressionBlocksParams, operands_struct(variant.expression))(
+        tiles=sent.data_ptr(), num_tiles=len(tiles), tile_rows=rows, tile_kv=keys, group_size=1,
+        mask_mode=MaskMode.CAUSAL if options.causal else MaskMode.NONE, window_left=options.logits.window_left,
+        num_masks=num_masks, mask_heads=1, tested_heads=options.num_qo_heads // num_masks if differs else 1,
+    )  # fmt: skip
+    todo.operands.block_mask = found.data_ptr()
+    if differs:
+        todo.operands.block_mask_stride = found[0].numel()
+    names = variant.expression.mask_operands
+    write_operands(todo.operands, variant.expression, names, given, device, index_limits(options, indices))
+    operation = OperationKey("expression_blocks", without_matrix_unit(target_of(device)), f"expr{variant.digest}")
+    module = load(operation.spec(), device)[0]
+    launch(module, ctypes.addressof(todo), device, grid=CTAS_PER_ROW_TILE * len(tiles), block=PARALLEL_THREADS)
+    return found.transpose(0, 1)
 
 
 def _ends(length: int, size: int, device: torch.device, offset: int) -> tuple[torch.Tensor, torch.Tensor]:

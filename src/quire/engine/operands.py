@@ -143,6 +143,11 @@ def write_operands(
     return tuple(tensors)
 
 
+def check_operands(variant: Variant, given: Mapping[str, Any], device: torch.device, limits: Mapping[str, int]) -> None:
+    """Check some operands of a variant. limits: as of write_operands()."""
+    write_operands(operands_struct(variant.expression)(), variant.expression, given, given, device, limits)
+
+
 def addresses_of(
     struct: ctypes.Structure, expression: Expression, given: Mapping[str, Any]
 ) -> list[tuple[int, torch.Tensor]]:
@@ -216,7 +221,7 @@ class RemappedOperands:
         other = "run" if call == "plan" else "plan"
         check_names(call, given, names[call], names[other], other)
         if not is_traced:
-            write_operands(operands_struct(expression)(), expression, names[call], given, self.device, self.limits)
+            check_operands(self.variant, {name: given[name] for name in names[call]}, self.device, self.limits)
         return [
             {**given, **{name: table for name, table in tables.items() if (name in of_mask) == (call == "plan")}}
             for tables in self.tables

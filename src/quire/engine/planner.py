@@ -21,7 +21,6 @@ from quire.engine.device import (
     max_ctas,
     on_cuda,
     partials_bytes,
-    target_of,
     uploader_of,
 )
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
@@ -30,12 +29,11 @@ from quire.engine.operands import check_names, write_operands
 from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule, measure_schedule, schedule_input
 from quire.errors import PlanError, ValidationError
-from quire.jit import CudaModule, HostModule, Module, get_module, host_target, without_matrix_unit
+from quire.jit import CudaModule, HostModule, Module, get_module, host_target
 from quire.jit.unit import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import MOST_OWN_SPLITS, OWN_SPLITS, with_operands
-from quire.kernels.expressions.cxx import operands_struct
-from quire.kernels.expressions.tree import indices_in
+from quire.kernels.expressions.cxx import mask_heads, operands_struct
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import MaskMode, PosEncodingMode
 from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, OperationKey, rope_frequencies
@@ -51,6 +49,7 @@ from quire.kernels.params import (
 
 NO_OPERANDS: Mapping[str, Any] = {}
 TILE_ALIGNMENT = 16  #: bytes, of row tiles
+_MOST_MASK_BYTES = 1 << 28  #: of block masks for each KV head
 
 
 def load(spec: Spec, device: torch.device) -> tuple[Module, int]:
@@ -225,7 +224,8 @@ def make_plan(
         template.set_partials(base, partials, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    mask_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
+    units = template.unit_bytes and _most_units(template, s, graph)
+    mask_bytes = template.unit_bytes * units * _num_masks(decision, template, units)
     own_bytes = mask_bytes and mask_bytes + _order_bytes(template, s, device)
     at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes, for_one_call)
     if bits is not None:
@@ -242,7 +242,7 @@ def make_plan(
         if own and uploader is None and graph is None:
             memory = torch.empty(own_bytes, dtype=torch.uint8, device=device)
             own, tensors = memory.data_ptr(), (*tensors, memory)
-        todo, ctas = _fill(decision, template, params, s, at, own)
+        todo, ctas = _fill(decision, template, params, s, at, own, units)
         if operation is not None and todo is not None and ctas:
             if _sorts_tiles(decision, s):
                 todo.scratch, todo.arrivals = (
@@ -272,7 +272,7 @@ def _partials_beside(workspace: Workspace, num_bytes: int, graph: GraphState | N
 
 
 def _fill(
-    decision: Decision, template: _PlanTemplate, params: Any, s: ScheduleOutput, at: int, own: int
+    decision: Decision, template: _PlanTemplate, params: Any, s: ScheduleOutput, at: int, own: int, units: int
 ) -> tuple[Any, int]:
     """Fill what only this kernel has: parameters, and the address `own` of its plan memory. Returns the parameters of
     the operation that writes there, if any, and its number of CTAs.
@@ -282,7 +282,10 @@ def _fill(
         todo, ctas = decision.kernel.fill(params, template.schedule, s, at, own)
     if own and variant is not None and variant.has_mask:
         params.operands.block_mask = own
-        todo, ctas = _expression_blocks(params, variant, template, s.num_tiles), CTAS_PER_ROW_TILE * s.num_tiles
+        if (num_masks := _num_masks(decision, template, units)) > 1:
+            params.operands.block_mask_stride = units
+        todo = _expression_blocks(params, variant, template, s.num_tiles, num_masks)
+        ctas = CTAS_PER_ROW_TILE * s.num_tiles
     return todo, ctas
 
 
@@ -315,13 +318,25 @@ def index_limits(options: PlanOptions, indices: Indices | Lengths) -> dict[str, 
     return {**limits, "q_idx": int(indices.qo_lens().max()), "kv_idx": int(indices.kv_lens().max())}
 
 
-def _expression_blocks(params: Any, variant: Variant, template: _PlanTemplate, num_tiles: int) -> ctypes.Structure:
+def _num_masks(decision: Decision, template: _PlanTemplate, units: int) -> int:
+    """Block masks of a plan: one for each KV head if the mask of a variant differs between heads, unless they would
+    take too much memory.
+    """
+    variant, heads = decision.key.variant, template.schedule.num_kv_heads
+    differs = units and variant is not None and mask_heads(variant.expression)
+    return heads if differs and units * heads <= _MOST_MASK_BYTES else 1
+
+
+def _expression_blocks(
+    params: Any, variant: Variant, template: _PlanTemplate, num_tiles: int, num_masks: int
+) -> ctypes.Structure:
     """The parameters of the operation that classifies KV tiles under the mask of a variant."""
     given, base = template.schedule, base_of(params)
+    same, heads = mask_heads(variant.expression), base.num_qo_heads // num_masks
     todo = with_operands(ExpressionBlocksParams, operands_struct(variant.expression))(
         tiles=base.tiles, num_tiles=num_tiles, tile_rows=given.tile_rows, tile_kv=given.tile_kv,
-        group_size=given.group_size, num_qo_heads=base.num_qo_heads, mask_mode=given.mask_mode,
-        window_left=given.window_left, has_heads=int("head" in indices_in(variant.expression.mask)),
+        group_size=given.group_size, mask_mode=given.mask_mode, window_left=given.window_left, num_masks=num_masks,
+        mask_heads=heads, tested_heads=1 if same % heads == 0 else heads,
     )  # fmt: skip
     todo.operands = params.operands
     return todo
@@ -408,36 +423,3 @@ def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -
     if bits.dtype is not torch.uint8:
         raise ValidationError(f"{name}: expected dtype torch.uint8, got {bits.dtype}.")
     return bits.contiguous()
-
-
-def blocks_of_mask(
-    options: PlanOptions, indices: Indices, given: Mapping[str, Any], block: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """What a variant's mask, with the plan's causal mask and window, leaves of blocks of (queries, keys): uint8
-    [batch_size, rows of blocks, columns], bit 0: some element of the block, bit 1: all of a whole block.
-    """
-    variant, kv_lens = options.variant, indices.kv_lens().tolist()
-    assert variant is not None
-    rows, keys = min(block[0], max(1, indices.qo_len)), min(block[1], max(1, *kv_lens))
-    height, width = -(-indices.qo_len // rows), -(-max(kv_lens) // keys)
-    tiles = (RowTile * (len(kv_lens) * height))(*(
-        RowTile(
-            request=request, row_begin=row * rows, kv_end=width, work_begin=(request * height + row) * width,
-            kv_len=kv_len, qo_len=indices.qo_len,
-        )
-        for request, kv_len in enumerate(kv_lens) for row in range(height)
-    ))  # fmt: skip
-    sent = torch.frombuffer(tiles, dtype=torch.uint8).to(device)
-    found = torch.empty(len(kv_lens), height, width, dtype=torch.uint8, device=device)
-    todo = with_operands(ExpressionBlocksParams, operands_struct(variant.expression))(
-        tiles=sent.data_ptr(), num_tiles=len(tiles), tile_rows=rows, tile_kv=keys, group_size=1,
-        num_qo_heads=options.num_qo_heads, mask_mode=MaskMode.CAUSAL if options.causal else MaskMode.NONE,
-        window_left=options.logits.window_left, has_heads=int("head" in indices_in(variant.expression.mask)),
-    )  # fmt: skip
-    todo.operands.block_mask = found.data_ptr()
-    names = variant.expression.mask_operands
-    write_operands(todo.operands, variant.expression, names, given, device, index_limits(options, indices))
-    operation = OperationKey("expression_blocks", without_matrix_unit(target_of(device)), f"expr{variant.digest}")
-    module = load(operation.spec(), device)[0]
-    launch(module, ctypes.addressof(todo), device, grid=CTAS_PER_ROW_TILE * len(tiles), block=PARALLEL_THREADS)
-    return found

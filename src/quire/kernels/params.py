@@ -290,8 +290,8 @@ class ExpressionBlocksParams(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("tiles", "scratch", "arrivals")),
-        *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "num_qo_heads")),
-        *((name, c_int32) for name in ("mask_mode", "window_left", "has_heads")),
+        *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "mask_mode", "window_left")),
+        *((name, c_int32) for name in ("num_masks", "mask_heads", "tested_heads")),
     )
 
 

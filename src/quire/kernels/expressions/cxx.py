@@ -27,7 +27,7 @@ def render(expression: Expression) -> str:
         lines += _score(expression.score, expression)
     if expression.mask is not None:
         lines += _function("class M, class At", "mask", ", const At& at", _Body(expression).returns(expression.mask))
-        lines.append(f"static constexpr int kMaskOfHead = {int('head' in indices_in(expression.mask))};")
+        lines.append(f"static constexpr int kMaskHeads = {mask_heads(expression)};")
     return "\n".join(lines)
 
 
@@ -282,13 +282,33 @@ class _Body:
         return self._names.get(id(node)) or self._given[id(node)]
 
 
+def _first(expression: Expression) -> list[tuple[str, type]]:
+    """Of a mask: the block mask and, if it differs between heads, the bytes from one KV head's to the next."""
+    if expression.mask is None:
+        return [("unused", ctypes.c_int64)]
+    stride = [("block_mask_stride", ctypes.c_int64)] if mask_heads(expression) else []
+    return [("block_mask", ctypes.c_void_p), *stride]
+
+
+@lru_cache(maxsize=1024)
+def mask_heads(expression: Expression) -> int:
+    """For how many neighbouring query heads a mask is the same; 0: for all."""
+    found = 0
+    for node in () if expression.mask is None else expression.mask.walk():
+        of_heads = [arg.op == "index" and arg.value == "head" for arg in node.args]
+        if any(of_heads):
+            divides = node.op == "floordiv" and of_heads == [True, False] and node.args[1].op == "const"
+            found = math.gcd(found, int(node.args[1].value) if divides and int(node.args[1].value) > 0 else 1)
+    return found
+
+
 def _places(expression: Expression) -> dict[str, str]:
     return {operand.name: f"o.p{i}" for i, operand in enumerate(expression.operands)}
 
 
 def _fields(expression: Expression) -> list[str]:
-    first = ["const uint8_t* block_mask;"] if expression.mask is not None else ["int64_t unused;"]
-    return first + [
+    types: dict[type, str] = {ctypes.c_void_p: "const uint8_t*", ctypes.c_int64: "int64_t"}
+    return [f"{types[kind]} {name};" for name, kind in _first(expression)] + [
         f"TensorRef<{_CXX[operand.type]}, {operand.rank}> p{i};" if operand.rank else f"{_CXX[operand.type]} p{i};"
         for i, operand in enumerate(expression.operands)
     ]
@@ -336,7 +356,6 @@ def _tensor_ref(rank: int) -> type[ctypes.Structure]:
 
 @lru_cache(maxsize=1024)
 def operands_struct(expression: Expression) -> type[ctypes.Structure]:
-    """The mirror of `Operands`: block_mask, if there is a mask, and p0, p1, ... It is never empty."""
-    first = ("block_mask", ctypes.c_void_p) if expression.mask is not None else ("unused", ctypes.c_int64)
-    fields = [first, *((f"p{i}", field_of(operand)) for i, operand in enumerate(expression.operands))]
+    """The mirror of `Operands`: the block mask, if there is a mask, and p0, p1, ... It is never empty."""
+    fields = [*_first(expression), *((f"p{i}", field_of(operand)) for i, operand in enumerate(expression.operands))]
     return type("Operands", (ctypes.Structure,), {"_fields_": fields})

@@ -108,6 +108,19 @@ def _rewritten(root: Node | None, tracer: Tracer, places: Mapping[str, Value]) -
     return made[id(root)]
 
 
+@lru_cache(maxsize=256)
+def variant_of_heads(variant: Variant, num_qo_heads: int) -> Variant:
+    """The variant for one request with the heads of all: request r's head h is head r * num_qo_heads + h."""
+    if not (indices_in(variant.expression.score) | indices_in(variant.expression.mask)) & {"head", "request"}:
+        return variant
+
+    def places(tracer: Tracer) -> Mapping[str, Value]:
+        head = tracer.value("index", "int", value="head")
+        return {"head": head % num_qo_heads, "request": head // num_qo_heads}
+
+    return remap_indices(variant, (), places)
+
+
 #: The two tables, int32: the columns LIST_COLUMNS for each row of blocks, and the page numbers of all lists.
 LISTS, PAGES = "rows_of_blocks", "pages_of_blocks"
 #: q_idx, head: those of the row's first query in the matrix. first_page: where its list begins in PAGES. first_key: the

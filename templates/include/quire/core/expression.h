@@ -37,16 +37,24 @@ struct ExpressionOf<V, true> {
                                                                 V::kOperandsAt)) {}
 };
 
-// Whether some rows (visible) or all rows (full) of a row tile see a KV tile under the expression's mask, as plan() has
-// found out. `unit` is the work unit of both tiles. Without such a mask every row sees all keys.
+// What rows of a row tile see of each KV tile under the expression's mask, as plan() has found out: a byte for each work
+// unit of the KV head. Where the mask depends on the head, KV heads have block masks of their own, unless those would
+// take too much memory: block_mask_stride is then 0. Variant::kMaskHeads: for how many neighbouring query heads the mask
+// is the same; 0: for all.
 template <class V>
-QUIRE_HD bool block_is_visible(const ExpressionOf<V>& x, int unit) {
-  if constexpr (V::kScoreMask != 0) return (x.operands.block_mask[unit] & 1) != 0;
+QUIRE_HD const uint8_t* block_mask_of(const ExpressionOf<V>& x, int kv_head) {
+  if constexpr (V::kMaskHeads != 0) return x.operands.block_mask + kv_head * x.operands.block_mask_stride;
+  return x.operands.block_mask;
+}
+// Whether some rows (visible) or all rows (full) see a KV tile. Without such a mask every row sees all keys.
+template <class V>
+QUIRE_HD bool block_is_visible(const ExpressionOf<V>& x, int kv_head, int unit) {
+  if constexpr (V::kScoreMask != 0) return (block_mask_of<V>(x, kv_head)[unit] & 1) != 0;
   return true;
 }
 template <class V>
-QUIRE_HD bool block_is_full(const ExpressionOf<V>& x, int unit) {
-  if constexpr (V::kScoreMask != 0) return (x.operands.block_mask[unit] & 2) != 0;
+QUIRE_HD bool block_is_full(const ExpressionOf<V>& x, int kv_head, int unit) {
+  if constexpr (V::kScoreMask != 0) return (block_mask_of<V>(x, kv_head)[unit] & 2) != 0;
   return true;
 }
 

@@ -95,12 +95,12 @@ struct AttentionCpu {
       return logits.mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
     }
     bool full(int first_row, int last_row, KeyRange keys) const {
-      return block_is_full<V>(logits.transform, unit(keys.begin / kTileKv)) &&
+      return block_is_full<V>(logits.transform, rows.work.kv_head, unit(keys.begin / kTileKv)) &&
              logits.mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
     }
     // The keys of a kv tile that some row sees; none of a tile that the variant's mask hides.
     KeyRange visible(int kv) const {
-      if (!block_is_visible<V>(logits.transform, unit(kv))) return {0, 0};
+      if (!block_is_visible<V>(logits.transform, rows.work.kv_head, unit(kv))) return {0, 0};
       return visible(0, rows.count - 1, tile_keys(kv));
     }
     int unit(int kv) const { return rows.work.tile.work_begin + kv - rows.work.tile.kv_begin; }

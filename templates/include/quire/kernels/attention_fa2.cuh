@@ -204,8 +204,8 @@ struct AttentionFa2 {
       if constexpr (V::kScoreMask != 0) {
         const ExpressionOf<V> expression(p_);
         const int unit = work_.tile.work_begin + i - work_.tile.kv_begin;
-        is_visible = is_visible && block_is_visible<V>(expression, unit);
-        is_unmasked = is_unmasked && block_is_full<V>(expression, unit);
+        is_visible = is_visible && block_is_visible<V>(expression, work_.kv_head, unit);
+        is_unmasked = is_unmasked && block_is_full<V>(expression, work_.kv_head, unit);
       }
       if constexpr (!kOrder.end_late) more = i + 1 < work_.kv_end;
       ptx::cp_async_wait<kEager ? 3 : 0>();

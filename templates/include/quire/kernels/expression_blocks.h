@@ -1,6 +1,6 @@
 // Makes the block mask of a mask expression (core/expression.h) in plan(): which KV tiles a row tile sees in full, in
 // part or not at all. Kernels then skip empty tiles, and evaluate the expression only in partial tiles. A tile counts
-// as full or empty only if it is so for all query heads.
+// as full or empty only if it is so for all query heads of the block mask, which is that of a KV head or of all.
 #pragma once
 #ifdef __CUDACC__
 #include "quire/ptx/barrier.cuh"
@@ -23,10 +23,11 @@ struct ExpressionBlocksParams {
   int32_t tile_rows;
   int32_t tile_kv;
   int32_t group_size;
-  int32_t num_qo_heads;
   int32_t mask_mode;
   int32_t window_left;
-  int32_t has_heads;  // the expression reads the query head
+  int32_t num_masks;     // block masks, one for each KV head or one for all, Operands::block_mask_stride bytes apart
+  int32_t mask_heads;    // query heads of a block mask
+  int32_t tested_heads;  // of them, from the first on: 1 if the expression does not differ between them
 };
 
 // What the queries of a row tile see of one KV tile.
@@ -45,9 +46,11 @@ struct BuildExpressionBlocks {
   QUIRE_HD static const Operands& operands(const Params& p) {
     return *reinterpret_cast<const Operands*>(reinterpret_cast<const unsigned char*>(&p) + Variant::kOperandsAt);
   }
-  QUIRE_HD static void store(const Params& p, const RowTile& tile, int kv, const BlockSeen& seen) {
+  QUIRE_HD static void store(const Params& p, const RowTile& tile, int mask, int kv, const BlockSeen& seen) {
     const int found = seen.is_visible * kBlockVisible | seen.is_full * kBlockFull;
-    const_cast<uint8_t*>(operands(p).block_mask)[tile.work_begin + kv - tile.kv_begin] = static_cast<uint8_t>(found);
+    uint8_t* to = const_cast<uint8_t*>(operands(p).block_mask);
+    if constexpr (Variant::kMaskHeads != 0) to += mask * operands(p).block_mask_stride;
+    to[tile.work_begin + kv - tile.kv_begin] = static_cast<uint8_t>(found);
   }
 
   // The queries of a row tile.
@@ -57,17 +60,19 @@ struct BuildExpressionBlocks {
   }
 
 #ifdef __CUDACC__
-  // CTA i has row tile i % num_tiles; a warp has one KV tile of it at a time, a lane every 32nd key.
+  // CTA i has row tile i % num_tiles; a warp has one KV tile and block mask of it at a time, a lane every 32nd key.
   QUIRE_DEVICE static void run(const Params& p, unsigned char*) {
     ptx::wait_for_predecessor();
     const int parts = static_cast<int>(gridDim.x) / p.num_tiles, part = static_cast<int>(blockIdx.x) / p.num_tiles;
     const int warp = part * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     const RowTile tile = p.tiles[static_cast<int>(blockIdx.x) - part * p.num_tiles];
     uint32_t cost = 0;
-    for (int kv = tile.kv_begin + warp; kv < tile.kv_end; kv += parts * (kThreads / 32)) {
-      const BlockSeen seen = classify(p, tile, kv, static_cast<int>(threadIdx.x) % 32);
+    const int size = tile.kv_end - tile.kv_begin;
+    for (int i = warp; i < size * p.num_masks; i += parts * (kThreads / 32)) {
+      const int mask = i / size, kv = tile.kv_begin + i - mask * size;
+      const BlockSeen seen = classify(p, tile, mask, kv, static_cast<int>(threadIdx.x) % 32);
       if (threadIdx.x % 32 != 0) continue;
-      store(p, tile, kv, seen);
+      store(p, tile, mask, kv, seen);
       if (seen.is_visible) cost += seen.is_full ? TileOrder::kFullCost : TileOrder::kMaskedCost;
     }
     TileOrder(p.tiles, p.num_tiles, p.scratch, p.arrivals).sort_after(cost);
@@ -85,12 +90,12 @@ struct BuildExpressionBlocks {
     QUIRE_DEVICE int kv_len() const { return tile.kv_len; }
   };
 
-  QUIRE_DEVICE static BlockSeen classify(const Params& p, const RowTile& tile, int kv, int lane) {
-    const int last = last_query(p, tile), end = (kv + 1) * p.tile_kv;
+  QUIRE_DEVICE static BlockSeen classify(const Params& p, const RowTile& tile, int mask, int kv, int lane) {
+    const int last = last_query(p, tile), end = (kv + 1) * p.tile_kv, first_head = mask * p.mask_heads;
     BlockSeen seen = {false, end <= tile.kv_len};
     for (int query = first_query(p, tile); query <= last; ++query) {
       const KeyRange keys = visible_from(p.mask_mode, p.window_left, tile.kv_len, query + tile.kv_len - tile.qo_len);
-      for (int head = 0; head < (p.has_heads ? p.num_qo_heads : 1); ++head) {
+      for (int head = first_head; head < first_head + p.tested_heads; ++head) {
         for (int key = kv * p.tile_kv + lane; key < end; key += 32) {
           const bool sees =
               keys.contains(key) && Variant::template mask<ExpressionMath>(operands(p), Place{tile, query, key, head});
@@ -107,7 +112,9 @@ struct BuildExpressionBlocks {
 #pragma omp parallel for schedule(dynamic)
     for (int i = 0; i < p.num_tiles; ++i) {
       const RowTile& tile = p.tiles[i];
-      for (int kv = tile.kv_begin; kv < tile.kv_end; ++kv) store(p, tile, kv, classify(p, tile, kv));
+      for (int mask = 0; mask < p.num_masks; ++mask) {
+        for (int kv = tile.kv_begin; kv < tile.kv_end; ++kv) store(p, tile, mask, kv, classify(p, tile, mask, kv));
+      }
     }
     return 0;
   }
@@ -124,18 +131,18 @@ struct BuildExpressionBlocks {
     int kv_len() const { return tile.kv_len; }
   };
 
-  static BlockSeen classify(const Params& p, const RowTile& tile, int kv) {
-    const int last = last_query(p, tile), end = (kv + 1) * p.tile_kv;
+  static BlockSeen classify(const Params& p, const RowTile& tile, int mask, int kv) {
+    const int last = last_query(p, tile), end = (kv + 1) * p.tile_kv, first_head = mask * p.mask_heads;
     BlockSeen seen = {false, end <= tile.kv_len};
     for (int query = first_query(p, tile); query <= last; ++query) {
       const KeyRange keys = visible_from(p.mask_mode, p.window_left, tile.kv_len, query + tile.kv_len - tile.qo_len);
-      for (int head = 0; head < (p.has_heads ? p.num_qo_heads : 1); ++head) {
+      for (int head = first_head; head < first_head + p.tested_heads; ++head) {
         for (int key = kv * p.tile_kv; key < end; key += cpu::kLanes) {
           const cpu::Ints lane = cpu::iota();
           const cpu::Bools bits =
               cpu::as_vector(Variant::template mask<cpu::ExpressionMath>(operands(p), Place{tile, query, key, head}));
           const cpu::Ints sees = bits.lanes & (lane >= keys.begin - key) & (lane < keys.end - key);
-          for (int i = 0; i < cpu::kLanes; ++i) seen.add({sees[i] != 0, sees[i] != 0});
+          for (int i = 0; i < min(cpu::kLanes, end - key); ++i) seen.add({sees[i] != 0, sees[i] != 0});
         }
       }
       if (seen.is_visible && !seen.is_full) break;

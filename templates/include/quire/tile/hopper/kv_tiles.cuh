@@ -27,7 +27,9 @@ struct WorkStage<V, true> : CurrentWork {
 
   // Called by one warp.
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params& p, int lane) {
-    const uint8_t* first = p.block_mask + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
+    const uint8_t* of_head = p.block_mask;
+    if constexpr (V::kScoreMask != 0) of_head = block_mask_of<V>(ExpressionOf<V>(p.base), work.kv_head);
+    const uint8_t* first = of_head + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
     const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
     if (lane == 0) block_mask = first;
     if constexpr (V::kMask == kMaskCustom) {
