@@ -41,7 +41,7 @@ from quire.kernels.expressions.variant import Variant
 Window = tuple[int, int]
 _LEAST_DIM = 32  #: of heads that kernels take
 #: Query rows of a request, tokens times grouped heads, from which on products of 8 bits are faster.
-_LEAST_8_BIT_ROWS = 512
+_LEAST_8_BIT_ROWS = 64
 
 
 Source = torch.Tensor | None  #: a tensor that describes a batch
@@ -206,17 +206,18 @@ def _attend(
         return
     lengths = None if is_masked else batch.on_device(q, k, (out, lse), options)
     if lengths is not None:
-        spec = AttentionSpec(lengths, options)
+        spec = AttentionSpec(lengths, options, has_equal_lengths=qo_len > 0)
     else:
         indices = batch.on_host(q.device)
         if is_masked:
             batch.check_ends(indices, q, k)
-        spec = AttentionSpec(indices, options, _mask(indices, left, right, chunk, q.device) if is_masked else None)
+        mask = _mask(indices, left, right, chunk, q.device) if is_masked else None
+        spec = AttentionSpec(indices, options, mask, has_equal_lengths=qo_len > 0)
     rows = spec.nnz_qo
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
     AttentionCall(
-        spec, q[:rows], (k, v), OwnWorkspace(q.device), backend=_backend(spec, q, qo_len), out=out[:rows],
+        spec, q[:rows], (k, v), OwnWorkspace(q.device), backend=_backend(spec, q), out=out[:rows],
         lse=None if lse is None else lse[:rows],
         options=RunOptions(
             float_sinks(sinks, "s_aux"), q_scale, logits_scale_by=logits_by, o_scale_by=out_by, lse_unit=LN2,
@@ -229,15 +230,15 @@ def _attend(
             lse[rows:].fill_(-math.inf)
 
 
-def _backend(spec: AttentionSpec, q: torch.Tensor, qo_len: int) -> str:
+def _backend(spec: AttentionSpec, q: torch.Tensor) -> str:
     """The kernel that multiplies queries of 8 bits as they are, for long prompts where it takes the call. Where results
     must not depend on other requests, the lengths of these do not decide.
     """
     if q.dtype.itemsize > 1 or is_deterministic(None) or not config.multiplies_8_bits():
         return "auto"
     options = spec.options
-    rows = qo_len * options.group_size if qo_len or options.fixed_split_size else spec.typical_rows
-    if rows < _LEAST_8_BIT_ROWS:
+    may_depend = spec.has_equal_lengths or not options.fixed_split_size
+    if not may_depend or spec.typical_rows < _LEAST_8_BIT_ROWS:
         return "auto"
     try:
         decision = spec.with_8_bit_queries(READS_8_BITS).decide(q.device, READS_8_BITS)

@@ -311,6 +311,8 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     )  # fmt: skip
     if factors.out_rows is not None:
         out.copy_(out.float() * factors.out_rows)
+    elif factors.out_number is not None:
+        out.mul_(factors.out_number)
     return out if options.out is None or options.out is out else options.out.copy_(out), lse
 
 
@@ -329,6 +331,7 @@ class _Factors(NamedTuple):
     logits_by: torch.Tensor | None = None
     out_by: torch.Tensor | None = None
     q_heads: torch.Tensor | None = None  #: [num_heads], of 8-bit queries
+    out_number: torch.Tensor | None = None  #: [1], applied after
     q_rows: torch.Tensor | None = None  #: [rows, num_heads, 1]
     out_rows: torch.Tensor | None = None
 
@@ -342,7 +345,9 @@ class _Factors(NamedTuple):
                 continue
             if takes_one and _is_one(tensor):
                 found[one] = tensor.as_strided((1,), (1,))
-            elif queries.q.dtype.itemsize == 1 and one == "logits_by" and _is_one(tensor):
+            elif one == "out_by" and _is_one(tensor):
+                found["out_number"] = tensor.as_strided((1,), (1,))
+            elif queries.q.dtype.itemsize == 1 and _is_one(tensor):
                 found["q_heads"] = tensor.as_strided((1,), (1,)).expand(queries.q.shape[1]).contiguous()
             else:
                 requests = queries.requests().clamp(max=queries.batch - 1)

@@ -48,7 +48,7 @@ class Attention(PlannedRun):
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
-        if spec.options.deterministic or not config.says_nothing_of_determinism():
+        if spec.options.deterministic or not config.says_nothing_of_results():
             spec = spec.settled()
         options = spec.options
         self.o_dtype = options.types.o.torch

@@ -209,7 +209,7 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 def is_deterministic(given: bool | None) -> bool:
     """What a caller said or, if nothing, what the environment says."""
     if given is None:
-        return not config.says_nothing_of_determinism() and config.is_deterministic()
+        return not config.says_nothing_of_results() and config.is_deterministic()
     return given
 
 

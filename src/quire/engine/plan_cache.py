@@ -86,8 +86,8 @@ def repeated(
     if recorded.call is not None or has_nested(tensors) or (stream and is_capturing(first.device)):
         return function(*args, **kwargs)
     key = key, first.shape, stream, torch.is_grad_enabled()
-    if not config.says_nothing_of_determinism():
-        key = key, config.is_deterministic()
+    if not config.says_nothing_of_results():
+        key = key, config.is_deterministic(), config.multiplies_8_bits()
     if sources:
         versions = versions_of(sources)
         if versions is None:

@@ -95,6 +95,7 @@ class AttentionSpec(NamedTuple):
     packed_custom_mask: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
     operands: Mapping[str, Any] = NO_OPERANDS  #: what the mask of a variant reads
+    has_equal_lengths: bool = False  #: all requests have as many queries, though qo_indptr says where they are
 
     @property
     def mask(self) -> MaskMode:
@@ -149,7 +150,8 @@ class AttentionSpec(NamedTuple):
             cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
-        uniform = options.decodes or (self.indices.qo_indptr is None and not options.deterministic)
+        are_equal = self.has_equal_lengths or self.indices.qo_indptr is None
+        uniform = options.decodes or (are_equal and not options.deterministic)
         return _decide(str(backend), device, options, self.mask, same_rows(self.typical_rows), uniform)
 
     def settled(self) -> AttentionSpec:

@@ -271,11 +271,12 @@ def ask_for_overlays() -> None:
 
 #: What engines set where the bits of a request must not depend on other requests.
 _ENGINE_SWITCHES = "VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE"
-#: The names behind os.environ, as bytes: each plan() looks for three, which os.environ takes microseconds to miss.
+#: The names behind os.environ, as bytes: each plan() looks for four, which os.environ takes microseconds to miss.
 _names = getattr(os.environ, "_data", os.environb).keys()
-#: Whether nothing in the environment says anything of determinism. No function, so that the path of a call stays short.
-says_nothing_of_determinism: Callable[[], bool] = partial(
-    _names.isdisjoint, frozenset(os.fsencode(name) for name in ("QUIRE_DETERMINISTIC", *_ENGINE_SWITCHES))
+#: Whether nothing in the environment may change bits of results. No function, so that the path of a call stays short.
+says_nothing_of_results: Callable[[], bool] = partial(
+    _names.isdisjoint,
+    frozenset(os.fsencode(name) for name in ("QUIRE_DETERMINISTIC", "QUIRE_FP8_PRODUCTS", *_ENGINE_SWITCHES)),
 )
 
 

@@ -122,7 +122,7 @@ def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -
     """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other; of
     these high ones over 8-bit keys of more than 64 dims, which are widened again for each row tile.
     """
-    if problem.fixed_split_size:
+    if problem.fixed_split_size and not problem.uniform:
         widest = max(problem.head_dim_qk, problem.head_dim_vo)
         return shapes[-1 if problem.kv.bits == 8 and widest > 64 else 0].rows
     return shapes[0].rows if problem.rows <= 2048 else shapes[-1].rows
@@ -354,7 +354,8 @@ def _tiles_fp8(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 def _choose_rows_fp8(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
     """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
-    return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
+    may_depend = problem.uniform or not problem.fixed_split_size
+    return shapes[-1].rows if may_depend and problem.rows > 2048 else shapes[0].rows
 
 
 def _page_size_fp8(problem: AttentionProblem) -> int:
