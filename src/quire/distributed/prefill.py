@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -326,13 +326,26 @@ class Ulysses:
             dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self._ranks.group)
 
 
+def groups_of(mesh: Any) -> Mapping[str, Any]:
+    """The process groups of a DeviceMesh: "ring", "ulysses" or both."""
+    if isinstance(mesh, Mapping):
+        return mesh
+    given = tuple(mesh.mesh_dim_names or ())
+    names = ("ring",) if mesh.ndim == 1 and given != ("ulysses",) else given
+    if len(names) != mesh.ndim or not {*names} <= {"ring", "ulysses"}:
+        raise ValidationError(
+            f'mesh: expected dimensions "ring" and "ulysses", as of mesh["ring", "ulysses"], got {given}.'
+        )
+    return {name: mesh.get_group(i) for i, name in enumerate(names)}
+
+
 class MeshAttention:
     """RingAttention along one dimension of a torch DeviceMesh, and Ulysses along the other.
 
     float_workspace_buffer, exchange, sent_as, variant, backend: as in quire.distributed.RingAttention.
     mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension "ring", "ulysses" or both; of other meshes take
-        mesh["ring", "ulysses"]. A mesh of one dimension with another name is a ring. Rank r of the ring and u of
-        Ulysses counts as rank r * (ranks of Ulysses) + u.
+        mesh["ring", "ulysses"]. A mesh of one dimension with another name is a ring. Or the process groups by these
+        names. Rank r of the ring and u of Ulysses counts as rank r * (ranks of Ulysses) + u.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> from quire.distributed import InOrder, MeshAttention
@@ -345,14 +358,7 @@ class MeshAttention:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, mesh: Any, **options: Any) -> None:
-        names = tuple(mesh.mesh_dim_names or ("ring",)) if mesh.ndim == 1 else tuple(mesh.mesh_dim_names or ())
-        names = ("ring",) if len(names) == 1 and names != ("ulysses",) else names
-        if len(names) != mesh.ndim or not {*names} <= {"ring", "ulysses"}:
-            raise ValidationError(
-                f'mesh: expected dimensions "ring" and "ulysses", as of mesh["ring", "ulysses"], got '
-                f"{mesh.mesh_dim_names}."
-            )
-        groups = {name: mesh.get_group(i) for i, name in enumerate(names)}
+        groups = groups_of(mesh)
         alone = Ranks(None, 0, 1)
         self._across, self._around = (
             ranks_of(groups[name]) if name in groups else alone for name in ("ulysses", "ring")
