@@ -8,7 +8,7 @@ level is an attention call that returns its log-sum-exp, and further calls merge
 
 In multi-head latent attention the keys and values of a cached prefix (head dims 192 and 128) are expanded from
 latents into separate tensors, for each chunk. BatchPrefillWithPrefixWrapper takes the prefix and the new tokens as two
-levels of a cascade (core/cascade.h). On the CPU and on Hopper one launch computes the row tiles of both, and merges
+levels of a cascade (core/schedule.h). On the CPU and on Hopper one launch computes the row tiles of both, and merges
 their results.
 """
 

@@ -247,7 +247,7 @@ class Features:
     soft_cap: Annotated[bool, _flag("kSoftCap", "cap", lambda options: options.logits.logits_soft_cap > 0)]
     pos_encoding: Annotated[PosEncodingMode, _POS_ENCODING] = field(default=PosEncodingMode.NONE, kw_only=True)
     variant: Annotated[Variant | None, _VARIANT] = field(default=None, kw_only=True)  #: a custom variant
-    #: the batch is a tree of shared keys: core/cascade.h
+    #: the batch is a tree of shared keys: core/schedule.h
     cascade: Annotated[bool, _flag("kCascade", "cascade", lambda options: options.cascade)] = field(
         default=False, kw_only=True
     )

@@ -119,7 +119,7 @@ def params_with(
     return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *others, *more)})
 
 
-#: AttentionParams, followed by shared keys in separate tensors; see core/cascade.h.
+#: AttentionParams, followed by shared keys in separate tensors; see core/schedule.h.
 AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERANDS, *PREFIX_OPERANDS))
 
 #: AttentionParams, followed by the scales of keys and values of 4 bits; see core/params.h.

@@ -25,7 +25,7 @@ struct alignas(16) RowTile {
     int32_t num_parts;   // parts that the rows' KV tiles are divided into; this row tile is one of them
     int32_t num_groups;  // in a cascade: merge groups that take rows of this row tile
   };
-  int32_t group;     // merge group; in a cascade the first one, see core/cascade.h
+  int32_t group;     // merge group; in a cascade the first one, see core/schedule.h
   int32_t kv_first;  // ragged: the request's first row of k; paged: its first entry of kv_indices
   int32_t kv_len;    // its tokens
   int32_t qo_begin;  // its first row of q
@@ -59,7 +59,7 @@ struct alignas(16) Partition {
 
 // One entry of the merge table: which partials have results of the same rows, and how many of them have arrived.
 // Partitions of a row tile and fixed splits have adjacent partials: numbers parts_begin .. parts_end - 1, each of
-// kTileRows rows. In a cascade parts_begin .. parts_end - 1 are places in a list of partials (core/cascade.h).
+// kTileRows rows. In a cascade parts_begin .. parts_end - 1 are places in a list of partials (core/schedule.h).
 struct alignas(16) MergeGroup {
   int32_t parts_begin, parts_end;
   int32_t num_rows;      // of each part; these are the output's rows

@@ -11,8 +11,8 @@
 // The kernel is limited by memory bandwidth. A thread has the numbers of one scale, of keys and of values.
 #pragma once
 #include "quire/core/convert.h"
-#include "quire/core/pages.h"
 #include "quire/core/parallel.h"
+#include "quire/kernels/append.h"
 
 namespace quire {
 

@@ -1,6 +1,5 @@
 // A CTA of attention_fa3: its warps and their registers, and what lies where in its shared memory.
 #pragma once
-#include "quire/tile/hopper/cascade.cuh"
 #include "quire/tile/hopper/cta.cuh"
 #include "quire/tile/hopper/distance_bias.cuh"
 

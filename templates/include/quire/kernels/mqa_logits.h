@@ -13,7 +13,6 @@
 #ifdef __CUDACC__
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/math.cuh"
-#include "quire/ptx/mma.cuh"
 #include "quire/ptx/warp.cuh"
 #endif
 

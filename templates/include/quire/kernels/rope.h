@@ -12,9 +12,9 @@
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2
 #endif
 #include "quire/core/convert.h"
-#include "quire/core/pages.h"
 #include "quire/core/parallel.h"
 #include "quire/core/rope.h"
+#include "quire/kernels/append.h"
 #ifdef __CUDACC__
 #include "quire/ptx/copy.cuh"
 #else
@@ -65,7 +65,7 @@ struct RopeParams {
   const int32_t* offsets;      // [num_requests]
   const float* cos_sin_cache;  // [num_positions, rotary_dim], cosines before sines; null: angles by frequencies
   int64_t cos_sin_stride;
-  const int32_t* batch_indices;  // the tables of core/pages.h
+  const int32_t* batch_indices;  // the tables of kernels/append.h
   const int32_t* positions;
   const int32_t* kv_indices;
   const int32_t* kv_indptr;

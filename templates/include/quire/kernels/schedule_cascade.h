@@ -1,4 +1,4 @@
-// Schedules a cascade (core/cascade.h): row tiles of all levels, the partitions that divide them, and the merge table.
+// Schedules a cascade (core/schedule.h): row tiles of all levels, the partitions that divide them, and the merge table.
 //
 // There are two sequences of work units, one for the shared levels and one for the last level, each divided into
 // partitions of equal cost. A CTA computes one partition of each, shared keys first. When the requests' own keys are

@@ -10,7 +10,7 @@
 #pragma once
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/math.cuh"
-#include "quire/ptx/mma.cuh"
+#include "quire/ptx/warp.cuh"
 #include "quire/tile/shared/gemm.cuh"
 
 namespace quire {

@@ -1,8 +1,8 @@
 // Finds the keys and values of a request, and copies them widened to float.
 #pragma once
-#include "quire/core/cascade.h"
 #include "quire/core/mask.h"
 #include "quire/core/params.h"
+#include "quire/core/schedule.h"
 #include "quire/tile/cpu/vector.h"
 
 namespace quire::cpu {

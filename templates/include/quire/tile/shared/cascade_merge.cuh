@@ -1,7 +1,7 @@
 // The end of a work tile in a cascade: it arrives at each merge group that takes rows of it, and the CTA merges those
-// at which it is the last (core/cascade.h).
+// at which it is the last (core/schedule.h).
 #pragma once
-#include "quire/core/cascade.h"
+#include "quire/core/schedule.h"
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/tile/shared/partial.cuh"

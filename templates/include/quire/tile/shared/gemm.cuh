@@ -1,7 +1,7 @@
 // Matrix products of one warp, with accumulators in registers. They have kM blocks of 16 rows, so that each block of B
 // that ldmatrix reads serves kM instructions: with one block of rows, shared memory would set the pace.
 #pragma once
-#include "quire/ptx/mma.cuh"
+#include "quire/ptx/warp.cuh"
 #include "quire/tile/shared/smem.cuh"
 
 namespace quire {
