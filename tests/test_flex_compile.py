@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.variables import higher_order_ops
+from torch._inductor import config as inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as theirs
 
 import quire
+from quire.attention import flex
 from quire.engine import plan_cache
 from quire.engine.operators import FunctionsOperator
 from test_compile import TRACERS, pytestmark  # noqa: F401  # of torch's own warnings
@@ -25,8 +27,9 @@ HEADS, DIM = 4, 32
 
 @pytest.fixture(autouse=True)
 def _no_graphs():
+    """Also none of Inductor's cache, which does not notice that an operator gives other strides."""
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.no_grad(), inductor.patch(fx_graph_cache=False):
         yield
     torch._dynamo.reset()
 
@@ -177,6 +180,28 @@ def test_plans_are_kept(tracer, monkeypatch):
     tensors = inputs()
     agree(compiled(*tensors, mask), of_torch(*tensors, block_mask=mask))
     assert len(plans) == 2
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("tracer", ["aot_eager", "inductor"])
+def test_repeated_calls_in_graphs_only_launch(tracer, heads_first, monkeypatch):
+    """A call of a known signature is neither traced nor planned, with an lse and other captured tensors, too."""
+    documents, slopes = torch.randint(0, 3, (16,)), torch.rand(HEADS)
+    mask = block_mask(lambda b, h, i, j: (i >= j) & (documents[i] == documents[j]))
+
+    def attend(attention: object, q: Tensor, k: Tensor, v: Tensor, by: Tensor) -> object:
+        return attention(q, k, v, lambda s, b, h, i, j: s + by[h] * j, mask, return_lse=True)
+
+    compiled = torch.compile(lambda *args: attend(quire.flex_attention, *args), backend=tracer, fullgraph=True)
+    for step in range(5):
+        tensors = inputs()
+        if not heads_first:
+            tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+        if step == 3:
+            monkeypatch.setattr(flex, "_attend", None)
+        o, lse = compiled(*tensors, slopes * step)
+        truth, of_rows = attend(of_torch, *tensors, slopes.double() * step)
+        agree(o, truth), agree(lse, of_rows)
 
 
 def test_exported_programs_hold_the_functions(tmp_path):

@@ -69,6 +69,29 @@ def flex() -> Callable[[], Any]:
     return lambda: quire.flex_attention(q, k, v, block_mask=mask)
 
 
+def flex_of_functions() -> Callable[[], Any]:
+    """With a score and a mask that read tensors, on contiguous tensors of several requests."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    slopes, number = torch.rand(2), ints((0, 0, 1, 1), "cpu")
+    mask = create_block_mask(lambda b, h, i, j: number[i] == number[j], None, None, 4, 4, device="cpu")
+    q, k, v = torch.randn(3, 2, 2, 4, 64).to(BF16)
+    return lambda: quire.flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * j, mask)
+
+
+def flex_in_graph() -> Callable[[], Any]:
+    """The operator that a graph calls for it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    text = "t0: float32[1]\nt1: int32[1]\n_mask_ = (t1[q_idx] == t1[kv_idx])\n_score_ = (score + t0[head])\n"
+    tensors = [torch.rand(2), ints((0, 0, 1, 1), "cpu")]
+    mask = create_block_mask(lambda b, h, i, j: tensors[1][i] == tensors[1][j], None, None, 4, 4, device="cpu")
+    lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    options = (lists, [4, 4, *mask.BLOCK_SIZE], None, False, False, False)
+    q, k, v = torch.randn(3, 2, 2, 4, 64).to(BF16)
+    return lambda: torch.ops.quire.flex_attention(q, k, v, text, tensors, [], *options)
+
+
 def plan() -> Callable[[], Any]:
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     arrays = ints((0, 2, 4), "cpu"), ints((0, 1, 2), "cpu"), ints((0, 1), "cpu"), ints((5, 6), "cpu")
@@ -77,7 +100,14 @@ def plan() -> Callable[[], Any]:
 
 @pytest.mark.parametrize(
     ("make", "most"),
-    [(xqa, Path_(30, 10, 15)), (mla, Path_(30, 10, 15)), (flex, Path_(45, 10, 15)), (plan, Path_(40, 10, 18))],
+    [
+        (xqa, Path_(30, 10, 15)),
+        (mla, Path_(30, 10, 15)),
+        (flex, Path_(35, 10, 15)),
+        (flex_of_functions, Path_(42, 10, 15)),
+        (flex_in_graph, Path_(18, 10, 12)),
+        (plan, Path_(40, 10, 18)),
+    ],
 )
 def test_paths_are_short(make, most):
     path = path_of(make())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -25,6 +25,7 @@ from quire.attention.flex_inputs import (
     is_other,
     mask_in_graph,
     mask_of,
+    statistics_in_order_of,
 )
 from quire.engine.attention import Attention
 from quire.engine.checks import check_flags, scalar
@@ -46,6 +47,7 @@ from quire.kernels.expressions.dependencies import (
     RecordedFunction,
     Setting,
     as_operand,
+    operands_of_text,
     state_of,
 )
 from quire.kernels.expressions.rewrite import MaskParts, variant_of_heads
@@ -134,16 +136,19 @@ def _call(
     """o or (o, lse). return_most: lse has the largest score of a row as the second of two numbers."""
     if is_tracing():
         return _recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
-    traced = _known_trace(score_mod, mask_of(block_mask), query, key)
+    args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most
+    known = _known_trace(score_mod, mask_of(block_mask), query, key)
     is_plain = type(enable_gqa) is type(return_lse) is bool and type(scale) in (float, int, type(None))
-    if traced is None or type(value) not in _TENSORS or not is_plain:
-        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
-    options = traced.key, scale, type(scale), enable_gqa, return_lse, return_most
-    return repeated(
-        options, (query, key, value, *traced.of_score.values()), _attend,
-        (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most, traced),
-        sources=_sources(block_mask, traced),
-    )  # fmt: skip
+    if known is None or type(value) not in _TENSORS or not is_plain:
+        return _attend(*args)
+    trace, tensors = known
+    given, sources = [query, key, value], [] if block_mask is None else [block_mask]
+    for i in trace.of_score.values():
+        given.append(as_operand(tensors[i]))
+    for i in trace.of_mask.values():
+        sources.append(tensors[i])
+    options = trace.key, scale, type(scale), enable_gqa, return_lse, return_most
+    return repeated(options, given, _attend, (*args, known), sources=sources)
 
 
 def _with_aux(return_aux: Any, return_lse: bool, *args: Any) -> Any:
@@ -163,21 +168,17 @@ def _with_aux(return_aux: Any, return_lse: bool, *args: Any) -> Any:
     return o, AuxOutput(lse=both[..., 0] if lse else None, max_scores=both[..., 1])
 
 
-def _sources(block_mask: Any, traced: _Trace) -> tuple[Any, ...]:
-    """What the plan of a call is made from."""
-    return traced.sources if block_mask is None else (block_mask, *traced.sources)
-
-
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
-    enable_gqa: bool, return_lse: bool, return_most: bool, traced: _Trace | None = None,
+    enable_gqa: bool, return_lse: bool, return_most: bool, known: _Known | None = None,
 ) -> Any:  # fmt: skip
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     if scale is not None:
         scalar(scale, "scale", positive=True)
     inputs = Inputs.of(query, key, value, enable_gqa)
     check_lengths(block_mask, query, key)
-    traced = traced or _Trace.of(score_mod, mask_of(block_mask), Setting.of(query, key))
+    setting = Setting.of(query, key)
+    traced = _Trace.of(score_mod, mask_of(block_mask), setting) if known is None else known[0].with_tensors(known[1])
     attention = _planned(block_mask, inputs, scale, traced, return_most)
     if attention is None:  # the lists of the block mask are not those of its function
         return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
@@ -218,7 +219,8 @@ def _planned(
         requests, all_heads = 1, heads(batch * qo_heads, batch * kv_heads)
         options = options._replace(num_qo_heads=all_heads[0], num_kv_heads=all_heads[1], variant=variant)
     return plan_of(
-        ("flex", options, requests, q_len, kv_len), _sources(block_mask, traced), device,
+        ("flex", options, requests, q_len, kv_len),
+        traced.sources if block_mask is None else (block_mask, *traced.sources), device,
         lambda: AttentionSpec(indices(requests), options, operands=of_mask),
     )  # fmt: skip
 
@@ -287,10 +289,10 @@ def _bound(function: Any, given: Sequence[Any], tracer: Capturing, numbers: list
 def _without_memory(query: torch.Tensor, _: Any, value: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the shapes and strides that a call gives."""
     options = args[3] if isinstance(args[3], dict) else dict(zip(("return_lse", "return_most"), args[-2:], strict=True))
-    batch, heads, q_len, _ = query.shape
-    shape = (batch, q_len, heads, *([2] if options["return_most"] else [])) if options["return_lse"] else (0, 0, 0)
+    sizes = query.shape[:3]
+    shape = (*sizes, *([2] if options["return_most"] else [])) if options["return_lse"] else (0, 0, 0)
     lse = query.new_empty(shape, dtype=torch.float32)
-    return in_order_of(query.new_empty((batch, heads, q_len, value.shape[3])), query), lse.transpose(1, 2)
+    return in_order_of(query.new_empty((*sizes, value.shape[3])), query), statistics_in_order_of(lse, query)
 
 
 @operator(
@@ -305,15 +307,32 @@ def _of_graph(
     enable_gqa: bool, return_lse: bool, return_most: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """quire::flex_attention: the functions are the text of a variant."""
+    given, sources, (of_score, of_mask) = [query, key, value], [*lists], operands_of_text(functions)
+    for i in of_score:
+        given.append(tensors[i])
+    for i in of_mask:
+        sources.append(tensors[i])
+    options = functions, (*numbers,), (*sizes,), scale, enable_gqa, return_lse, return_most
+    args = query, key, value, functions, tensors, (*numbers,), lists, sizes, scale, enable_gqa, return_lse, return_most
+    return repeated(options, given, _compute, args, sources=sources)  # type: ignore[no-any-return]
+
+
+def _compute(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, functions: str, tensors: Sequence[torch.Tensor],
+    numbers: tuple[int, ...], lists: Sequence[torch.Tensor], sizes: Sequence[int], scale: float | None,
+    enable_gqa: bool, return_lse: bool, return_most: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What quire::flex_attention returns."""
     expression = read_text(functions) if functions else None
     score, mask = (None, None) if expression is None else (expression.score, expression.mask)
-    score_mod = score and RecordedFunction(functions, "score", tensors, (*numbers,))
+    score_mod = score and RecordedFunction(functions, "score", tensors, numbers)
     is_plain = mask is None or mask.op == "const"
-    mask_mod = None if is_plain else RecordedFunction(functions, "mask", tensors, (*numbers,))
+    mask_mod = None if is_plain else RecordedFunction(functions, "mask", tensors, numbers)
     block_mask = mask_in_graph(mask_mod, lists, sizes) if lists else None
-    result = _call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
+    known = _known_trace(score_mod, mask_of(block_mask), query, key)
+    result = _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most, known)
     o, lse = result if return_lse else (result, query.new_empty((0, 0, 0), dtype=torch.float32))
-    return in_order_of(o, query), lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return in_order_of(o, query), statistics_in_order_of(lse, query)
 
 
 _functions_operator = FunctionsOperator("quire_flex_attention", _with_text, _without_memory)
@@ -337,7 +356,6 @@ class _Trace(NamedTuple):
     of_mask: Mapping[str, torch.Tensor]
     of_score: Mapping[str, torch.Tensor]
     sources: tuple[torch.Tensor, ...] = ()  #: those of the mask as the function captures them
-    key: Hashable = None  #: of a trace that is kept
 
     @classmethod
     def of(cls, score_mod: Any, mask_mod: Any, setting: Setting) -> _Trace:
@@ -352,6 +370,7 @@ class _KeptTrace(NamedTuple):
     """A trace without tensors."""
 
     trace: _Trace
+    key: Hashable
     of_mask: Mapping[str, int]  #: places of its tensors in FunctionState.tensors
     of_score: Mapping[str, int]
     state: list[Any]  #: what keeps the ids in the key valid
@@ -366,7 +385,7 @@ class _KeptTrace(NamedTuple):
             return None
         captured = {} if variant is None else {name: places[id(t)] for name, t in tracer.origins.items()}
         of_mask, of_score = split_operands("flex_attention", variant, captured)
-        return cls(_Trace(variant, parts, {}, {}, key=object()), of_mask, of_score, state.kept)
+        return cls(_Trace(variant, parts, {}, {}), object(), of_mask, of_score, state.kept)
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> _Trace:
         """The trace with today's tensors."""
@@ -379,11 +398,12 @@ class _KeptTrace(NamedTuple):
         return self.trace._replace(of_mask=of_mask, of_score=of_score, sources=sources)
 
 
+_Known: TypeAlias = tuple[_KeptTrace, list[torch.Tensor]]  #: a trace, and what its functions capture today
 _traces: dict[Hashable, _KeptTrace | None] = {}
 _NOT_MET: Any = object()
 
 
-def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace | None:
+def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Known | None:
     """The trace of functions that are known to depend on nothing else than earlier ones did; else None."""
     state = state_of(score_mod, mask_mod)
     if state is None or type(query) not in _TENSORS or type(key) not in _TENSORS or not query.dim() == key.dim() == 4:
@@ -394,4 +414,4 @@ def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace 
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
         kept = _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, setting)
-    return None if kept is None else kept.with_tensors(state.tensors)
+    return None if kept is None else (kept, state.tensors)

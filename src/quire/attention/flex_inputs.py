@@ -114,6 +114,13 @@ def in_order_of(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return _copied(result, _HEADS if is_heads_first(query) else _TOKENS)
 
 
+def statistics_in_order_of(lse: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The same of what is returned of rows, [batch, heads, length, ...], which kernels write for each token."""
+    if is_heads_first(query):
+        return lse.movedim(2, 0).contiguous().movedim(0, 2)
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _is_known(condition: Any) -> bool:
     """Whether a condition of sizes holds, also of those that a graph does not know."""
     if isinstance(condition, bool):

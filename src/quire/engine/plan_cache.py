@@ -113,11 +113,12 @@ def repeated(
 def versions_of(sources: Sequence[Any]) -> tuple[int, ...] | None:
     """How often the tensors among sources were changed; None if one does not count it, as in inference mode."""
     versions = []
-    for source in sources:
-        if isinstance(source, torch.Tensor):
-            if source.is_inference():
-                return None
-            versions.append(source._version)
+    try:
+        for source in sources:
+            if isinstance(source, torch.Tensor):
+                versions.append(source._version)
+    except RuntimeError:  # of inference mode
+        return None
     return tuple(versions)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -341,8 +342,14 @@ def _comparison(tensors: Sequence[torch.Tensor]) -> Check:
 def _guards_work() -> bool:
     """Whether torch.compile's check, which is no public part of torch, is there and answers as the comparison does.
 
-    Asked once. Whatever else it does in some version of torch, the comparison is used instead.
+    Asked once, on a thread of its own: on this one a mode of torch may hide properties of tensors from the check.
+    Whatever else it does in some version of torch, the comparison is used instead.
     """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_answers_are_right).result()
+
+
+def _answers_are_right() -> bool:
     one, other = (torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32) for _ in range(2))
     try:
         fits = _dense(_guards((one, other)))

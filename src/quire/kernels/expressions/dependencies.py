@@ -300,6 +300,13 @@ class RecordedFunction:
 
 
 @lru_cache(maxsize=1024)
+def operands_of_text(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the tensors that the score of a text reads alone, and of those of its mask."""
+    of_mask = _tensors_of(text, "mask") if text else []
+    return tuple(i for i in (_tensors_of(text, "score") if text else []) if i not in of_mask), tuple(of_mask)
+
+
+@lru_cache(maxsize=1024)
 def _tensors_of(text: str, part: str) -> list[int]:
     """The numbers of the tensors that a part of a text reads."""
     return sorted(int(name[1:]) for name in names_in(getattr(read_text(text), part)) if name[0] == "t")
