@@ -216,7 +216,11 @@ def _refusal(missing: Sequence[Request], store: Store | None) -> CacheMissError:
     ]
     one, slugs = missing[0].spec.warmup, [request.spec.slug for request in missing]
     line = one if one and len(missing) == 1 else f"--exact {' '.join(slugs)}"
-    return CacheMissError("".join(lines) + f"  to do:  quire warmup {line}")
+    words = ",".join(("config.json", *dict.fromkeys(word for request in missing for word in request.spec.preset)))
+    return CacheMissError(
+        f"{''.join(lines)}  to do:  quire warmup {line}\n"
+        f"  or, for all that a model needs: quire warmup --preset {words} (or config.json,vllm, or config.json,sglang)"
+    )
 
 
 def cache_miss(specs: Iterable[Spec]) -> CacheMissError:

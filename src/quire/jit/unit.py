@@ -53,8 +53,8 @@ class Spec:
     """One variant: one translation unit, one entry point, one artifact.
 
     The unit includes `header`, defines `struct Variant` from `types`, `constants` and `code`, checks `params`,
-    `operands` and `asserts`, and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup`
-    and `fields` are for readers: the unit does not contain them, so they are not part of the key.
+    `operands` and `asserts`, and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup`,
+    `preset` and `fields` are for readers: the unit does not contain them, so they are not part of the key.
     """
 
     slug: str  #: [a-z0-9._-]+, unique per variant and target; up to the first dot the kernel: "attention_fa2.sm90a...."
@@ -71,6 +71,7 @@ class Spec:
     operands: Struct | None = None  #: Variant::Operands, which follows the parameters; None: `code` has none
     exports: tuple[str, ...] = ()  #: constexpr ints of kernel<Variant> that the builder reads back from the artifact
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
+    preset: tuple[str, ...] = ()  #: words behind config.json with which a model's preset has it, for error messages
     fields: tuple[tuple[str, str], ...] = ()  #: (name, value) as the user writes them: (("mask", "custom"), ...)
 
     def __hash__(self) -> int:
@@ -304,7 +305,7 @@ def render_source(templates: Path, spec: Spec) -> str:
 
 def source_digest(templates: Path, spec: Spec) -> str:
     """sha256 of everything that determines the text of render_source(), without importing Jinja."""
-    unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup", "fields")}
+    unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup", "preset", "fields")}
     text = json.dumps(unit, sort_keys=True) + "\n" + _read_text(templates, "variant.jinja")
     return hashlib.sha256(text.encode()).hexdigest()
 

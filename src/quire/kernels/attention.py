@@ -111,11 +111,31 @@ class AttentionKey(Features):
         rows = rows_of(AttentionKey).items()
         return {cxx: of(getattr(self, name)) for name, row in rows for cxx, of in row.members.items()}
 
+    @property
+    def preset(self) -> tuple[str, ...]:
+        """The words of `quire warmup --preset config.json,WORD,...` with which a model's preset has this variant."""
+        needs_prefixes = self.mask is MaskMode.NONE and not self.is_of_mla and (self.paged or self.cascade)
+        is_step = self.kernel == "attention_decode" and self.tile_rows <= 16
+        page_size = self.page_size if self.page_size > 0 else 1
+        words = {
+            f"page={page_size}": self.page_size > 0 or (self.paged and "fa3" in self.kernel),
+            f"dtype={self.q.slug}": self.q.slug != "bf16", f"kv={self.kv.slug}": self.kv is not self.q,
+            "ragged": not self.paged and not self.is_of_mla, "flash": self.is_of_mla and self.mask is MaskMode.CAUSAL,
+            "cascade": self.cascade or (needs_prefixes and not is_step), "tree,spec=N": self.mask is MaskMode.TREE,
+            "custom,spec=N": self.mask is MaskMode.CUSTOM,
+        }  # fmt: skip
+        return tuple(word for word, is_needed in words.items() if is_needed)
+
+    @property
+    def is_of_mla(self) -> bool:
+        """Whether it is of a kernel for latent attention alone."""
+        return self.kernel.startswith("attention_mla")
+
     def problem(self) -> AttentionProblem:
         """A problem that this variant solves."""
         page_size = 1 if self.page_size == ANY_PAGE_SIZE else self.page_size
         shared = {**shared_fields(self), "page_size": page_size}
-        return AttentionProblem(**shared, rows=self.tile_rows, is_mla=self.kernel.startswith("attention_mla"))
+        return AttentionProblem(**shared, rows=self.tile_rows, is_mla=self.is_of_mla)
 
     @classmethod
     def parse(cls, slug: str) -> AttentionKey:
@@ -333,6 +353,7 @@ class AttentionKernel:
             asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
             exports=GPU_EXPORTS if self.on_cuda else (),
             warmup=key.slug,
+            preset=key.preset,
             fields=(*key.fields, *text),
         )
 

@@ -148,6 +148,16 @@ class OperationKey:
             raise ValidationError(f"slug: {slug!r} does not name a variant; the nearest is {key.slug!r}.")
         return key
 
+    @property
+    def preset(self) -> tuple[str, ...]:
+        """The words of `quire warmup --preset config.json,WORD,...` with which a model's preset has this variant."""
+        word = {
+            "merge": "cascade", "merge_pair": "cascade", "schedule_lengths": "graph", "packbits": "custom,spec=N",
+            "block_mask": "custom,spec=N",
+            "widen": "kv=e4m3", "append_nvfp4": "kv=nvfp4", "append": "kv=e4m3" if self.type == "u8" else "",
+        }.get(self.name)  # fmt: skip
+        return (word,) if word else ()
+
     def family(self) -> list[OperationKey]:
         """The keys of all widths that calls choose from."""
         return [replace(self, vector=width) for width in OPERATIONS[self.name].widths.get(self.type, (1,))]
@@ -162,7 +172,7 @@ class OperationKey:
             constants=(("kVec", self.vector), *_places(op, own)), code="" if own is None else render(own.expression),
             operands=None if own is None else struct_of(operands_struct(own.expression)),
             asserts=((("kThreads", PARALLEL_THREADS),) if self.target.startswith("sm") else ()) + op.asserts,
-            warmup=self.slug, fields=() if own is None else (("expression", str(own)),),
+            warmup=self.slug, preset=self.preset, fields=() if own is None else (("expression", str(own)),),
         )  # fmt: skip
 
 
