@@ -204,9 +204,10 @@ def serve(model: Serving) -> None:
             "pos_encoding_mode": "ALIBI" if layer.alibi else "NONE",
             "window_left": 127 if layer.window else -1, "logits_soft_cap": 30.0 if layer.soft_cap else 0.0, **types,
         }  # fmt: skip
-        for qo_len in (1, 2, 3, 5, 7, 9, 16, 31, 64, 100, 250, 500, 513, 1000, 5000):
-            pages = -(-qo_len // model.page_size)
-            last = ints((qo_len - 1) % model.page_size + 1)
+        lengths = (1, 2, 3, 5, 7, 9, 16, 31, 64, 100, 250, 500, 513, 1000, 5000)
+        for qo_len, before in [*((n, 0) for n in lengths), (250, 3000), (1000, 3000)]:
+            pages = -(-(qo_len + before) // model.page_size)
+            last = ints((qo_len + before - 1) % model.page_size + 1)
             tables = ints(0, qo_len), ints(0, pages), ints(*range(pages)), last
             for memory in (small, workspace):  # which may not, or may, hold widened keys
                 prefill = quire.BatchPrefillWithPagedKVCacheWrapper(memory)
