@@ -96,8 +96,11 @@ class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params
   // Whether S of the next KV tile is computed beside O += P V of the last one. Three warpgroups have no registers for
   // this, and need it less; neither do wide heads.
   static constexpr bool kOverlaps = kWarpgroups == 2 && kVo <= 128;
-  // Columns of a part of O += P V, which are in registers beside O.
-  static constexpr int kPartCols = kVo == 256 ? 128 : kVo == 96 ? 96 : kVo % 64 == 0 ? 64 : 32;
+  // Columns of a part of O += P V, and of how many parts the sums are in registers beside O. Three warpgroups have no
+  // registers for two, nor have wide heads whose logits are transformed.
+  static constexpr bool kHasOne = kWarpgroups == 3 || (kVo == 256 && !Transform::kIsIdentity);
+  static constexpr int kPartSums = kHasOne ? 1 : 2;
+  static constexpr int kPartCols = kVo == 96 ? 96 : kVo == 256 && kHasOne ? 128 : kVo % 64 == 0 ? 64 : 32;
   static constexpr int kParts = kVo / kPartCols;
   static_assert(kVo % kPartCols == 0, "parts are equal");
 
@@ -329,15 +332,23 @@ class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params
     if (is_leader()) v_.arrive_empty(last);
   }
 
-  // O += P V, one part after the other.
+  // O += P V. With sums of two parts, the tensor cores compute one while the other is added.
   QUIRE_DEVICE void add_values(Rows& rows, TileDescriptor v) const {
-    float x[kPartCols / 2];
+    float x[kPartSums][kPartCols / 2];
+    start_fp8_AB<TileV, kPartCols>(x[0], rows.p, v);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      start_fp8_AB<TileV, kPartCols>(x, rows.p, part_of(v, part));
-      ptx::wgmma_wait<0>();
-      ptx::pin(x);
-      rows.add(part, x);
+      const bool has_next = part + 1 < kParts;
+      if (!kHasOne && has_next) {
+        start_fp8_AB<TileV, kPartCols, false>(x[(part + 1) % kPartSums], rows.p, part_of(v, part + 1));
+        ptx::wgmma_wait<1>();
+      } else {
+        ptx::wgmma_wait<0>();
+      }
+      ptx::pin(x[part % kPartSums]);
+      rows.add(part, x[part % kPartSums]);
+      if (!kHasOne) ptx::pin(rows.o[part]);  // before its sums are those of another part
+      if (kHasOne && has_next) start_fp8_AB<TileV, kPartCols>(x[0], rows.p, part_of(v, part + 1));
     }
   }
 
