@@ -11,7 +11,7 @@ import oracle
 from latents import Latents, packed, unpacked
 from quire.kernels import decide
 from quire.kernels.features import ANY_PAGE_SIZE, MaskMode, View, dtype_of
-from quire.kernels.mla import MLA_DECODE
+from quire.kernels.hopper import MLA_DECODE
 from test_mla import attend, parts, planned
 from test_mla_fa3 import BF16, E4M3, FP16, problem
 from test_packed_latents import Rows

@@ -17,7 +17,7 @@ from quire.compat.flash_mla import flash_mla_sparse_fwd
 from quire.kernels import decide
 from quire.kernels.attention import AttentionProblem
 from quire.kernels.features import ANY_PAGE_SIZE, MaskMode, View, dtype_of
-from quire.kernels.mla import MLA_FA3
+from quire.kernels.hopper import MLA_FA3
 from test_mla import attend, parts, planned, sparse, tables
 
 CUDA_BACKENDS = {"fa3": (9, 0)}

@@ -21,9 +21,8 @@ from quire.engine.joined import FusedPod, Work, sms_of_decode
 from quire.engine.options import LogitsOptions, PlanOptions, Types
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
-from quire.kernels import AttentionProblem, decide
+from quire.kernels import AttentionProblem, PodKey, decide
 from quire.kernels.features import MaskMode, dtype_of
-from quire.kernels.hopper import PodKey
 from quire.kernels.params import PodParams
 
 PAGE = 16

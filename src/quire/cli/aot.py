@@ -34,11 +34,10 @@ from quire.jit.archive import Pin, import_entries, pack
 from quire.jit.machine import default_jobs
 from quire.jit.toolchain import HOST_TARGETS
 from quire.jit.unit import request_digest
-from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
+from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, PodKey, kernel_of
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import NVFP4, dtype_of, kv_dtype_of, read_mask
-from quire.kernels.hopper import PodKey
 from quire.kernels.operation import OPERATIONS, OperationKey
 
 __all__ = [

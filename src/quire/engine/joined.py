@@ -26,9 +26,8 @@ from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import is_obtainable
-from quire.kernels import PIN
+from quire.kernels import PIN, PodKey, pod_reason
 from quire.kernels.features import KVLayout, MaskMode
-from quire.kernels.hopper import PodKey, pod_reason
 from quire.kernels.params import PodParams, aligned_copy
 
 

@@ -1,30 +1,23 @@
-"""The catalogue: which kernels exist, and which one takes a problem."""
+"""The catalogue: which kernels exist, which one takes a problem, and which two run in one launch."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.unit import Spec
-from quire.kernels.attention import (
-    AttentionKernel,
-    AttentionKey,
-    AttentionProblem,
-    TileShape,
-    cascade_reason,
-    same_rows,
-)
-from quire.kernels.features import Operand, OperandBlock
-from quire.kernels.hopper import FA3, FA3_FP8
-from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
-from quire.kernels.portable import CPU, DECODE, FA2, WIDE
+from quire.kernels.attention import GPU_EXPORTS, AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
+from quire.kernels.features import ANY_PAGE_SIZE, NVFP4, MaskMode, Operand, OperandBlock, PosEncodingMode
+from quire.kernels.hopper import FA3, FA3_FP8, MLA_DECODE, MLA_FA3
+from quire.kernels.params import PodParams, struct_of
+from quire.kernels.portable import CPU, DECODE, FA2, MLA_CPU, MLA_FA2, WIDE
 
 __all__ = [
-    "KERNELS", "PIN", "WISHES", "AttentionKernel", "AttentionKey", "AttentionProblem", "Decision", "TileShape",
-    "Verdict", "backends", "decide", "kernel_of", "same_rows", "variants_for_all_lengths",
+    "KERNELS", "PIN", "WISHES", "AttentionKernel", "AttentionKey", "AttentionProblem", "Decision", "PodKey",
+    "TileShape", "Verdict", "backends", "decide", "kernel_of", "pod_reason", "same_rows", "variants_for_all_lengths",
 ]  # fmt: skip
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
@@ -154,7 +147,21 @@ def _rejection(kernel: AttentionKernel, problem: AttentionProblem) -> str | None
         return "it has no cascades"
     if problem.prefix and kernel.prefix_params is None:
         return "it finds the keys of shared levels in the cache alone"
-    return cascade_reason(problem) or kernel.lacks(problem) or kernel.reject(problem)
+    return _cascade_reason(problem) or kernel.lacks(problem) or kernel.reject(problem)
+
+
+def _cascade_reason(problem: AttentionProblem) -> str | None:
+    """Why no kernel can compute this cascade in one launch; None if kernels can, or if `problem` is no cascade."""
+    if problem.prefix and not problem.cascade:
+        return "only a cascade has shared keys"
+    if not problem.cascade:
+        return None
+    if problem.fixed_split_size:
+        return "a cascade divides keys as it likes: it has no fixed splits"
+    changes_logits = problem.window or problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None
+    if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
+        return "the shared keys of a cascade have no positions: no window, position encoding, variant or custom mask"
+    return None
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
@@ -187,3 +194,67 @@ def kernel_of(key: AttentionKey) -> AttentionKernel:
         if kernel.name == key.kernel:
             return kernel
     raise ValidationError(f"kernel: expected one of {', '.join(k.name for k in KERNELS)}, got {key.kernel!r}.")
+
+
+# --- prefill and decode in one launch --------------------------------------------------------------------------------
+
+
+_POD, _BESIDE = "pod", ".beside."  #: in a slug: "pod.sm90a.", the prefill's, ".beside.", the decode's
+
+
+@dataclass(frozen=True)
+class PodKey:
+    """The keys of two kernels in one launch. `parse` is the inverse of `slug`."""
+
+    prefill: AttentionKey
+    decode: AttentionKey
+
+    def __post_init__(self) -> None:
+        if reason := pod_reason(self.prefill, self.decode):
+            raise ValidationError(f"pod: {reason}.")
+
+    @property
+    def slug(self) -> str:
+        return f"{_POD}.{self.prefill.target}.{self.prefill.slug}{_BESIDE}{self.decode.slug}"
+
+    @classmethod
+    def parse(cls, slug: str) -> PodKey:
+        """The key that `slug` names."""
+        prefill, _, decode = slug.partition(_BESIDE)
+        return cls(AttentionKey.parse(prefill.split(".", 2)[-1]), AttentionKey.parse(decode))
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def spec(self) -> Spec:
+        """The input of the compiler."""
+        return Spec(
+            slug=self.slug, target=self.prefill.target, header="quire/kernels/pod.cuh", kernel="Pod",
+            entry="quire_pod", params=struct_of(PodParams),
+            code=_members("Prefill", FA3.spec(self.prefill)) + _members("Decode", DECODE.spec(self.decode)),
+            exports=(*GPU_EXPORTS, "kDecoding"), warmup=self.slug,
+        )  # fmt: skip
+
+
+def _members(name: str, spec: Spec) -> str:
+    """`spec`'s Variant as a struct inside of another one."""
+    types = "".join(f" using {key} = {value};" for key, value in spec.types)
+    constants = "".join(f" static constexpr int {key} = {value};" for key, value in spec.constants)
+    return f"  struct {name} {{{types}{constants} }};\n"
+
+
+def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
+    """Why these variants do not run in one launch; None if they do."""
+    if (prefill.kernel, decode.kernel) != (FA3.name, DECODE.name):
+        return f"expected {FA3.name} and {DECODE.name}, got {prefill.kernel} and {decode.kernel}"
+    if NVFP4 in (prefill.kv, decode.kv):
+        return "scales of keys and values of 4 bits have no place in the parameters of a launch of both"
+    if any(_has_more(key) for key in (prefill, decode)):
+        return "custom variants and cascades have separate launches"
+    if prefill.page_size == ANY_PAGE_SIZE:
+        return "tokens that are gathered one by one take ptxas ten times as long beside another kernel"
+    if decode.tile_rows > 32 or DECODE.tile(decode).kv == 32:
+        return "a warpgroup decodes at most 32 rows, and heads of which four warps have 16 tokens each"
+    return None
+
+
+def _has_more(key: AttentionKey) -> bool:
+    return key.variant is not None or key.cascade or key.prefix or key.timed

@@ -73,6 +73,8 @@ class TileShape(NamedTuple):
 
 #: Head dims of a key and of a value in latent attention (MLA).
 MLA_DIMS = (576, 512)
+#: Tokens of a latent kernel's own splits: there is one KV head, so that few row tiles fill no GPU.
+MLA_SPLIT = 4096
 #: In place of a fixed split size: that of the kernel.
 OWN_SPLITS = -2
 #: Tokens of the shortest splits that splits_of() in core/schedule.h makes; and the most splits of a request for which
@@ -162,14 +164,12 @@ def shared_fields(features: Features) -> dict[str, Any]:
 class AttentionKernel:
     """One row of the catalogue: the problems that a kernel accepts, its tiles, and its parameters."""
 
-    name: str  #: stem of its header: kernels/<name>.cuh or .h
-    backend: str  #: its name in `backend=`
-    header: str
-    cxx: str  #: the class template
-    on_cuda: bool  #: whether it runs on GPUs, or on the host
+    name: str  #: stem of its header, such as "attention_mla_fa3"
     reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem on its device; None if it can
     tiles: Callable[[AttentionProblem], tuple[TileShape, ...]]  #: the shapes it has for a problem, smallest first
     choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
+    on_cuda: bool = True  #: whether it runs on GPUs, or on the host
+    target: str = ""  #: the only one that it runs on
     #: whether its code for row tiles of that height uses the CPU's matrix unit
     uses_matrix_unit: Callable[[AttentionProblem, int], bool] = lambda *_: False
     yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why other kernels are preferred
@@ -206,6 +206,21 @@ class AttentionKernel:
     #: converts a key of 8 bits again for each row tile, which long prompts avoid: engine/upcast.py
     is_slower_over_8_bits: bool = False
     pdl: bool = False  #: waits for its predecessor itself, and so may start early (programmatic dependent launch)
+
+    @cached_property
+    def backend(self) -> str:
+        """Its name in `backend=`: the last word of its own."""
+        return self.name.rpartition("_")[2]
+
+    @property
+    def header(self) -> str:
+        """What the unit includes."""
+        return f"quire/kernels/{self.name}.{'cuh' if self.on_cuda else 'h'}"
+
+    @property
+    def cxx(self) -> str:
+        """The class template in it: "AttentionMlaFa3"."""
+        return self.name.title().replace("_", "")
 
     def tensors(self, key: AttentionKey) -> tuple[Operand, ...]:
         """The operands and their scales, in the order of the parameter struct."""
@@ -278,6 +293,8 @@ class AttentionKernel:
 
     def lacks(self, problem: AttentionProblem) -> str | None:
         """A feature of `problem` that other kernels support and this one does not, or None."""
+        if self.target not in ("", problem.target):
+            return f"target {problem.target} is not {self.target}"
         if problem.timed and not self.notes_times:
             return "it does not note when it computes what"
         if problem.timed and problem.variant is not None:
@@ -336,26 +353,17 @@ class AttentionKernel:
         places = () if behind is None else (("kOperandsAt", ctypes.sizeof(self._own_params(key))),)
         code = "  using Operands = StampList;" if key.timed else ""
         return Spec(
-            slug=key.slug,
-            target=key.target,
-            header=self.header,
-            kernel=self.cxx,
-            entry="quire_attention",
+            slug=key.slug, target=key.target, header=self.header, kernel=self.cxx, entry="quire_attention",
             params=struct_of(self._own_params(key)),
             types=tuple((name, value) for name, value in members if isinstance(value, str)),
             constants=(
-                *((name, value) for name, value in members if isinstance(value, int)),
-                ("kTileKv", tile.kv),
-                *places,
+                *((name, value) for name, value in members if isinstance(value, int)), ("kTileKv", tile.kv), *places,
             ),
             code=code if own is None else render(own.expression),
             operands=None if behind is None else struct_of(behind),
-            asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
-            exports=GPU_EXPORTS if self.on_cuda else (),
-            warmup=key.slug,
-            preset=key.preset,
-            fields=(*key.fields, *text),
-        )
+            asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)), exports=GPU_EXPORTS if self.on_cuda else (),
+            warmup=key.slug, preset=key.preset, fields=(*key.fields, *text),
+        )  # fmt: skip
 
 
 def operands_behind(key: AttentionKey) -> type[ctypes.Structure] | None:
@@ -372,46 +380,11 @@ def with_operands(params: type[ctypes.Structure], operands: type[ctypes.Structur
     return type(params.__name__, (params,), {"_fields_": (("operands", operands), ("_operands_to_64", to_64))})
 
 
-def cascade_reason(problem: AttentionProblem) -> str | None:
-    """Why no kernel can compute this cascade in one launch; None if kernels can, or if `problem` is no cascade."""
-    if problem.prefix and not problem.cascade:
-        return "only a cascade has shared keys"
-    if not problem.cascade:
-        return None
-    if problem.fixed_split_size:
-        return "a cascade divides keys as it likes: it has no fixed splits"
-    changes_logits = problem.window or problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None
-    if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
-        return "the shared keys of a cascade have no positions: no window, position encoding, variant or custom mask"
-    return None
-
-
-def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """The lowest row tile that holds a typical request, or the highest."""
-    return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
-
-
-def first_tile_without_neighbours(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """first_tile_that_holds(). If requests must not influence each other, the lowest row tile for steps of decode, and
-    else the highest whose KV tile divides the splits.
-    """
-    if not problem.fixed_split_size:
-        return first_tile_that_holds(problem, shapes)
-    size = max(0, problem.fixed_split_size)
-    fitting = [shape.rows for shape in shapes if size % shape.kv == 0] or [shapes[0].rows]
-    return fitting[0 if problem.uniform else -1]
-
-
 def rows_that_decide(problem: AttentionProblem) -> int:
     """The rows by which a kernel may be chosen: those of one query where splits are fixed and the rows of a request may
     be divided into calls in any way.
     """
     return problem.group_size if problem.fixed_split_size and not problem.uniform else problem.rows
-
-
-def is_blackwell(problem: AttentionProblem) -> bool:
-    """Whether the target is a GPU from sm_100 on, where ptxas uses about ten registers more for the same code."""
-    return problem.on_cuda and int(problem.target[2:].rstrip("af")) >= 100
 
 
 def whole_blocks(head_dim: int) -> int:
@@ -447,47 +420,23 @@ def _block_reason(problem: AttentionProblem) -> str | None:
     return None
 
 
-def number_types_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool) -> str | None:
+def number_types_reason(problem: AttentionProblem) -> str | None:
     """Why a kernel of 16-bit tensor-core products does not take these number types, on this target."""
     if problem.target == "sm75":
         return "target sm75 has no asynchronous copies"
     if problem.q.slug not in ("fp16", "bf16"):
         return f"q dtype {problem.q} is not fp16 or bf16"
-    if problem.kv != problem.q and not (takes_8_bit_kv and problem.kv.bits <= 8):
-        others = "; only 8-bit keys and values may" if takes_8_bit_kv else ""
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
+    if problem.kv != problem.q and problem.kv.bits > 8:
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
     return None
 
 
-def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
+def tensor_core_reason(problem: AttentionProblem) -> str | None:
     """Why a kernel of 16-bit tensor-core products does not take these number types and head dims."""
-    if reason := number_types_reason(problem, takes_8_bit_kv=takes_8_bit_kv):
+    if reason := number_types_reason(problem):
         return reason
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA and problem.kv.bits == 8 and problem.head_dim_qk % 32:
         return f"head_dim_qk={problem.head_dim_qk}: expected a multiple of 32 to rotate 8-bit keys"
     return head_dim_reason(problem) or _block_reason(problem)
-
-
-def mla_tensor_core_reason(
-    problem: AttentionProblem, *, takes_8_bit_kv: bool = False, takes_variants: bool = False
-) -> str | None:
-    """Why an MLA kernel of 16-bit tensor-core products does not take this."""
-    reason = number_types_reason(problem, takes_8_bit_kv=takes_8_bit_kv)
-    return reason or mla_reason(problem, takes_variants=takes_variants)
-
-
-def mla_reason(problem: AttentionProblem, *, takes_variants: bool = False) -> str | None:
-    """Why an MLA kernel does not take these dims and logits; None if they are fine."""
-    if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
-        latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
-        return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
-    if problem.tile_scales and (problem.q.slug, problem.kv.slug) != ("bf16", "e4m3"):
-        return f"q dtype {problem.q}, kv dtype {problem.kv}: expected bf16 and e4m3, as in rows of 656 bytes"
-    if problem.variant is not None and not takes_variants:
-        return "it takes no custom variants of latents; fa2 and cpu do"
-    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding
-    if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
-        return "it has no window, soft cap or position encoding, and no mask but causal; a variant can compute them"
-    return None if problem.paged else "keys are ragged: it takes pages only"

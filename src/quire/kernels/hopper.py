@@ -1,21 +1,21 @@
-"""Rows of the kernels with wgmma and TMA, on sm_90a: attention_fa3, and attention_fa3_fp8 for products of 8 bits."""
+"""Rows of the kernels with wgmma and TMA, on sm_90a: attention_fa3, attention_fa3_fp8 for products of 8 bits, and
+attention_mla_fa3 and attention_mla_decode for latents (MLA).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 
-from quire.errors import ValidationError
-from quire.jit.unit import Spec
 from quire.kernels.attention import (
-    GPU_EXPORTS,
+    MLA_SPLIT,
     AttentionKernel,
     AttentionKey,
     AttentionProblem,
     TileShape,
     head_dim_reason,
+    number_types_reason,
+    rows_that_decide,
     tensor_core_reason,
 )
 from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, takes_registers
@@ -23,7 +23,7 @@ from quire.kernels.expressions.tree import Expression
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
     ATTENTION_OPERANDS,
-    NVFP4,
+    SCALED_MLA_OPERANDS,
     MaskMode,
     Operand,
     PosEncodingMode,
@@ -35,13 +35,14 @@ from quire.kernels.params import (
     AttentionFa3Fp8Params,
     AttentionFa3Params,
     AttentionFa3PrefixParams,
+    AttentionMlaFa3Params,
     BlockMaskParams,
-    PodParams,
     ScheduleInput,
     ScheduleOutput,
-    struct_of,
 )
-from quire.kernels.portable import DECODE
+from quire.kernels.portable import first_tile_that_holds, mla_reason
+
+_TREE = "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
 
 _ATOM = 64  #: columns of a swizzled row of 128 bytes
 
@@ -54,10 +55,8 @@ _MOST_BIASED_HEADS = 32
 
 
 def _reject_fa3(problem: AttentionProblem) -> str | None:
-    if problem.target != "sm90a":
-        return f"target {problem.target} is not sm90a"
     if problem.mask is MaskMode.TREE:
-        return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
+        return _TREE
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
         return (
             "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
@@ -69,7 +68,7 @@ def _reject_fa3(problem: AttentionProblem) -> str | None:
             return f"{name}={dim}: its matrix instruction takes multiples of 16"
     if problem.group_size > _MOST_BIASED_HEADS and _has_distance_bias(problem):
         return f"biases of {problem.group_size} query heads of a KV head do not fit into shared memory"
-    return tensor_core_reason(problem, takes_8_bit_kv=True)
+    return tensor_core_reason(problem)
 
 
 def _tiles_fa3(problem: AttentionProblem) -> tuple[TileShape, ...]:
@@ -100,16 +99,9 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 96 if problem.kv.bits == 8 else 112),)
-    return (
-        TileShape(
-            128,
-            48
-            if problem.pos_encoding or has_score or problem.kv.bits == 8
-            else 64
-            if custom or problem.soft_cap
-            else 80,
-        ),
-    )
+    if problem.pos_encoding or has_score or problem.kv.bits == 8:
+        return (TileShape(128, 48),)
+    return (TileShape(128, 64 if custom or problem.soft_cap else 80),)
 
 
 def _has_distance_bias(problem: AttentionProblem) -> bool:
@@ -191,11 +183,6 @@ def _schedule_input(key: AttentionKey) -> Mapping[str, int]:
     return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits), "arrives_late": 1}
 
 
-def _unit_bytes(key: AttentionKey) -> int:
-    """One byte of block mask: whether the unit's keys are hidden, visible in part or visible in full."""
-    return int(key.mask is MaskMode.CUSTOM)
-
-
 def _operation(key: AttentionKey) -> OperationKey | None:
     """For custom masks, plan() computes the block mask."""
     return OperationKey("block_mask", key.target) if key.mask is MaskMode.CUSTOM else None
@@ -219,11 +206,8 @@ def _fill(
 
 
 FA3 = AttentionKernel(
-    name="attention_fa3",
-    backend="fa3",
-    header="quire/kernels/attention_fa3.cuh",
-    cxx="AttentionFa3",
-    on_cuda=True,
+    "attention_fa3",
+    target="sm90a",
     reject=_reject_fa3,
     tiles=_tiles_fa3,
     choose_rows=_choose_rows_fa3,
@@ -236,74 +220,13 @@ FA3 = AttentionKernel(
     has_cascades=True,
     prefix_params=AttentionFa3PrefixParams,
     schedule_input=_schedule_input,
-    unit_bytes=_unit_bytes,
+    #: one byte of block mask: whether the unit's keys are hidden, visible in part or visible in full
+    unit_bytes=lambda key: int(key.mask is MaskMode.CUSTOM),
     operation=_operation,
     fill=_fill,
     notes_times=True,
     is_slower_over_8_bits=True,
 )
-
-
-_PREFILL, _DECODE = FA3, DECODE
-_NAME, _BESIDE = "pod", ".beside."  #: a slug: "pod.sm90a.", the prefill's, ".beside.", the decode's
-
-
-@dataclass(frozen=True)
-class PodKey:
-    """The keys of the two kernels. `parse` is the inverse of `slug`."""
-
-    prefill: AttentionKey
-    decode: AttentionKey
-
-    def __post_init__(self) -> None:
-        if reason := pod_reason(self.prefill, self.decode):
-            raise ValidationError(f"pod: {reason}.")
-
-    @property
-    def slug(self) -> str:
-        return f"{_NAME}.{self.prefill.target}.{self.prefill.slug}{_BESIDE}{self.decode.slug}"
-
-    @classmethod
-    def parse(cls, slug: str) -> PodKey:
-        """The key that `slug` names."""
-        prefill, _, decode = slug.partition(_BESIDE)
-        return cls(AttentionKey.parse(prefill.split(".", 2)[-1]), AttentionKey.parse(decode))
-
-    @lru_cache(maxsize=256)  # noqa: B019
-    def spec(self) -> Spec:
-        """The input of the compiler."""
-        return Spec(
-            slug=self.slug, target=self.prefill.target, header="quire/kernels/pod.cuh", kernel="Pod",
-            entry="quire_pod", params=struct_of(PodParams),
-            code=_members("Prefill", _PREFILL.spec(self.prefill)) + _members("Decode", _DECODE.spec(self.decode)),
-            exports=(*GPU_EXPORTS, "kDecoding"), warmup=self.slug,
-        )  # fmt: skip
-
-
-def _members(name: str, spec: Spec) -> str:
-    """`spec`'s Variant as a struct inside of another one."""
-    types = "".join(f" using {key} = {value};" for key, value in spec.types)
-    constants = "".join(f" static constexpr int {key} = {value};" for key, value in spec.constants)
-    return f"  struct {name} {{{types}{constants} }};\n"
-
-
-def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
-    """Why these variants do not run in one launch; None if they do."""
-    if (prefill.kernel, decode.kernel) != (_PREFILL.name, _DECODE.name):
-        return f"expected {_PREFILL.name} and {_DECODE.name}, got {prefill.kernel} and {decode.kernel}"
-    if NVFP4 in (prefill.kv, decode.kv):
-        return "scales of keys and values of 4 bits have no place in the parameters of a launch of both"
-    if any(_has_more(key) for key in (prefill, decode)):
-        return "custom variants and cascades have separate launches"
-    if prefill.page_size == ANY_PAGE_SIZE:
-        return "tokens that are gathered one by one take ptxas ten times as long beside another kernel"
-    if decode.tile_rows > 32 or _DECODE.tile(decode).kv == 32:
-        return "a warpgroup decodes at most 32 rows, and heads of which four warps have 16 tokens each"
-    return None
-
-
-def _has_more(key: AttentionKey) -> bool:
-    return key.variant is not None or key.cascade or key.prefix or key.timed
 
 
 # --- attention_fa3_fp8: queries, keys and values of e4m3, multiplied as they are -------------------------------------
@@ -318,14 +241,12 @@ _OPERANDS = tuple(
 
 
 def _reject_fp8(problem: AttentionProblem) -> str | None:
-    if problem.target != "sm90a":
-        return f"target {problem.target} is not sm90a"
     if (problem.q.slug, problem.kv.slug) != ("e4m3", "e4m3"):
         return f'q dtype {problem.q}, kv dtype {problem.kv}: it takes e4m3 alone, if backend="quire:fp8" names it'
     if problem.o.slug not in ("fp16", "bf16"):
         return f"o dtype {problem.o} is not fp16 or bf16"
     if problem.mask is MaskMode.TREE:
-        return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
+        return _TREE
     if problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None:
         return "it has no position encodings and no custom variants"
     if problem.fixed_split_size and _page_size_fp8(problem) == ANY_PAGE_SIZE:
@@ -378,11 +299,8 @@ def _copies_fp8(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -
 
 
 FA3_FP8 = AttentionKernel(
-    name="attention_fa3_fp8",
-    backend="fp8",
-    header="quire/kernels/attention_fa3_fp8.cuh",
-    cxx="AttentionFa3Fp8",
-    on_cuda=True,
+    "attention_fa3_fp8",
+    target="sm90a",
     reject=_reject_fp8,
     is_opt_in=True,
     tiles=_tiles_fp8,
@@ -398,4 +316,128 @@ FA3_FP8 = AttentionKernel(
     operation=FA3.operation,
     fill=FA3.fill,
     notes_times=True,
+)
+
+
+# --- latents: attention_mla_fa3, and attention_mla_decode for few rows -----------------------------------------------
+
+_LATENT_ROWS = 64  #: of a CTA
+_ATOM_BITS = 1024  #: of a swizzled row
+_LATENT_PARTS = 4  #: of the latents of a KV tile; if pages hold whole KV tiles, each part is a TMA box
+
+
+def _yields_mla(problem: AttentionProblem) -> str | None:
+    """Row tiles have 64 rows, so few rows pay for the products of all, and products do not hide the time of scaling."""
+    if problem.tile_scales and (rows := rows_that_decide(problem)) <= 16:
+        return f"rows={rows}: fa2 is as fast with scales of latents"
+    return None
+
+
+def latent_copies(
+    key: AttentionKey, views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]]
+) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box.
+    TMA fills columns of an atom beyond the operand with zeros.
+    """
+    copies: list[TensorCopy] = []
+    for field, name, type_name in (("tensor_k", "kpe_cache", "kpe"), ("tensor_v", "ckv_cache", "kv")):
+        (pages, tokens, _, dims), (page, token, _, _) = views[name].sizes, views[name].strides
+        if pages:
+            columns = _ATOM_BITS // key.type_of(type_name).bits
+            atoms, own = max(1, dims // columns), min(dims, columns)
+            box = (columns, *box_of(tokens, atoms), 1)
+            sizes, steps = (own, tokens, atoms, pages), (token, own, page)
+            copies.append(TensorCopy(field, name, sizes, steps, box, promotion=128))  # faster than 256
+    return tuple(copies)
+
+
+def _copies_mla_fa3(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    def box_of(tokens: int, atoms: int) -> tuple[int, int]:
+        rows = math.gcd(tokens, tile.kv)
+        return rows, max(1, atoms // _LATENT_PARTS) if rows == tile.kv else 1
+
+    return () if key.page_size == ANY_PAGE_SIZE else latent_copies(key, views, box_of)
+
+
+def _page_size_mla(problem: AttentionProblem) -> int:
+    """Pages of a multiple of 16 tokens are copied as TMA boxes, whose size is compiled in. Tokens of other pages, and
+    8-bit latents, are gathered.
+    """
+    return ANY_PAGE_SIZE if problem.page_size % 16 or problem.kv.bits == 8 else problem.page_size
+
+
+def _choose_rows_mla(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
+    """Two CTAs that read the same keys at the same time read them from memory once, if rows fill both."""
+    return _LATENT_ROWS if rows_that_decide(problem) % (2 * _LATENT_ROWS) else 2 * _LATENT_ROWS
+
+
+def _fill_mla(
+    params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, _at: int, _unit_memory: int
+) -> tuple[None, int]:
+    """Whole row tiles, if there are enough, are assigned to CTAs in turn. With a tile counter, the scheduler would not
+    divide row tiles of up to `start_cost` units, even if there are few.
+    """
+    params.tile_counter, params.num_pages = None, 2**31 - 1
+    params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
+    return None, 0
+
+
+MLA_FA3 = AttentionKernel(
+    "attention_mla_fa3",
+    target="sm90a",
+    reject=lambda problem: number_types_reason(problem) or mla_reason(problem),
+    yields=_yields_mla,
+    tiles=lambda _: (TileShape(_LATENT_ROWS, 64), TileShape(2 * _LATENT_ROWS, 64)),
+    choose_rows=_choose_rows_mla,
+    ctas_per_tile=lambda key: key.tile_rows // _LATENT_ROWS,
+    page_size=_page_size_mla,
+    operands=SCALED_MLA_OPERANDS,
+    params=AttentionMlaFa3Params,
+    copies=_copies_mla_fa3,
+    persistent=True,
+    has_gaps=True,
+    pdl=True,
+    schedule_input=lambda _: {"start_cost": 88},
+    own_split=MLA_SPLIT,
+    fill=_fill_mla,
+)
+
+
+_LATENTS = 64  #: of a KV tile, all of them in one page
+_DECODE_TILES = TileShape(16, _LATENTS), TileShape(32, _LATENTS)
+
+
+def _reject_mla_decode(problem: AttentionProblem) -> str | None:
+    if problem.fixed_split_size and not problem.uniform:
+        return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
+    if reason := number_types_reason(problem) or mla_reason(problem):
+        return reason
+    if problem.page_size % _LATENTS and problem.kv.bits == 16:
+        return f"page_size={problem.page_size}: expected a multiple of {_LATENTS}"
+    if problem.max_logits and problem.kv.bits == 8:
+        return "with 8-bit latents it does not return the maximum of logits"
+    most = _DECODE_TILES[-1].rows
+    return f"{problem.rows} rows (qo_len * heads) are more than {most}" if problem.rows > most else None
+
+
+def _copies_mla_decode(key: AttentionKey, _tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    return () if key.page_size == ANY_PAGE_SIZE else latent_copies(key, views, lambda _tokens, _atoms: (_LATENTS, 1))
+
+
+MLA_DECODE = AttentionKernel(
+    "attention_mla_decode",
+    target="sm90a",
+    reject=_reject_mla_decode,
+    tiles=lambda _: _DECODE_TILES,
+    choose_rows=first_tile_that_holds,
+    page_size=lambda problem: ANY_PAGE_SIZE if problem.page_size % _LATENTS else problem.page_size,
+    operands=SCALED_MLA_OPERANDS,
+    params=AttentionMlaFa3Params,
+    copies=_copies_mla_decode,
+    persistent=True,
+    has_gaps=True,
+    pdl=True,
+    schedule_input=lambda _: {"start_cost": 24},
+    own_split=0,
+    fill=_fill_mla,
 )

@@ -1,28 +1,63 @@
-"""Rows of the kernels that many machines run: decode, fa2 and wide on GPUs from sm_80 on, cpu on all others.
+"""Rows of the kernels that many machines run: decode, fa2, wide and mla_fa2 on GPUs from sm_80 on, the others on CPUs.
 
 On GPUs they use mma.sync and cp.async; attention_cpu is vectorised C++ on host threads.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 from quire.jit import without_matrix_unit
 from quire.kernels.attention import (
+    MLA_DIMS,
+    MLA_SPLIT,
     WIDE_HEAD_DIM,
     AttentionKernel,
     AttentionProblem,
     TileShape,
-    first_tile_that_holds,
-    first_tile_without_neighbours,
     head_dim_reason,
-    is_blackwell,
     number_types_reason,
+    rows_that_decide,
     tensor_core_reason,
     whole_blocks,
 )
-from quire.kernels.features import MaskMode, PosEncodingMode
-from quire.kernels.params import AttentionPrefixParams, AttentionScaledParams
+from quire.kernels.features import SCALED_MLA_OPERANDS, MaskMode, PosEncodingMode
+from quire.kernels.params import AttentionMlaParams, AttentionPrefixParams, AttentionScaledParams
+
+
+def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """The lowest row tile that holds a typical request, or the highest."""
+    return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
+
+
+def first_tile_without_neighbours(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """first_tile_that_holds(). If requests must not influence each other, the lowest row tile for steps of decode, and
+    else the highest whose KV tile divides the splits.
+    """
+    if not problem.fixed_split_size:
+        return first_tile_that_holds(problem, shapes)
+    size = max(0, problem.fixed_split_size)
+    fitting = [shape.rows for shape in shapes if size % shape.kv == 0] or [shapes[0].rows]
+    return fitting[0 if problem.uniform else -1]
+
+
+def is_blackwell(problem: AttentionProblem) -> bool:
+    """Whether the target is a GPU from sm_100 on, where ptxas uses about ten registers more for the same code."""
+    return problem.on_cuda and int(problem.target[2:].rstrip("af")) >= 100
+
+
+def mla_reason(problem: AttentionProblem, *, takes_variants: bool = False) -> str | None:
+    """Why an MLA kernel does not take these dims and logits; None if they are fine."""
+    if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
+        latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
+        return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
+    if problem.tile_scales and (problem.q.slug, problem.kv.slug) != ("bf16", "e4m3"):
+        return f"q dtype {problem.q}, kv dtype {problem.kv}: expected bf16 and e4m3, as in rows of 656 bytes"
+    if problem.variant is not None and not takes_variants:
+        return "it takes no custom variants of latents; fa2 and cpu do"
+    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding
+    if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
+        return "it has no window, soft cap or position encoding, and no mask but causal; a variant can compute them"
+    return None if problem.paged else "keys are ragged: it takes pages only"
+
 
 # --- attention_decode: few query rows over long keys, limited by memory ----------------------------------------------
 
@@ -49,12 +84,12 @@ def _divides_dims(problem: AttentionProblem) -> bool:
 def _head_reason(problem: AttentionProblem) -> str | None:
     """Why number types and heads are refused. Of warps that divide dims, none has both of a pair that RoPE rotates."""
     if not _divides_dims(problem):
-        return tensor_core_reason(problem, takes_8_bit_kv=True)
+        return tensor_core_reason(problem)
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
         return f"heads of {WIDE_HEAD_DIM} dims are not rotated"
     if problem.cascade:
         return f"heads of {WIDE_HEAD_DIM} dims have no cascades"
-    return number_types_reason(problem, takes_8_bit_kv=True)
+    return number_types_reason(problem)
 
 
 def _tiles_decode(problem: AttentionProblem) -> tuple[TileShape, ...]:
@@ -131,11 +166,7 @@ def _has_small_smem(problem: AttentionProblem) -> bool:
 
 
 DECODE = AttentionKernel(
-    name="attention_decode",
-    backend="decode",
-    header="quire/kernels/attention_decode.cuh",
-    cxx="AttentionDecode",
-    on_cuda=True,
+    "attention_decode",
     reject=_reject_decode,
     tiles=_tiles_decode,
     choose_rows=first_tile_that_holds,  # with fixed splits all batches have the same number of rows
@@ -190,12 +221,8 @@ def _spills_encoded(problem: AttentionProblem) -> bool:
 
 
 FA2 = AttentionKernel(
-    name="attention_fa2",
-    backend="fa2",
-    header="quire/kernels/attention_fa2.cuh",
-    cxx="AttentionFa2",
-    on_cuda=True,
-    reject=partial(tensor_core_reason, takes_8_bit_kv=True),
+    "attention_fa2",
+    reject=tensor_core_reason,
     tiles=_tiles_fa2,
     choose_rows=first_tile_that_holds,
     has_expression_blocks=True,
@@ -206,7 +233,7 @@ FA2 = AttentionKernel(
 
 
 def _reject_wide(problem: AttentionProblem) -> str | None:
-    if reason := number_types_reason(problem, takes_8_bit_kv=True):
+    if reason := number_types_reason(problem):
         return reason
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim != WIDE_HEAD_DIM:
@@ -225,11 +252,7 @@ def _tiles_wide(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 WIDE = AttentionKernel(
-    name="attention_wide",
-    backend="wide",
-    header="quire/kernels/attention_wide.cuh",
-    cxx="AttentionWide",
-    on_cuda=True,
+    "attention_wide",
     reject=_reject_wide,
     tiles=_tiles_wide,
     choose_rows=first_tile_without_neighbours,
@@ -270,10 +293,7 @@ def _tiles_cpu(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 CPU = AttentionKernel(
-    name="attention_cpu",
-    backend="cpu",
-    header="quire/kernels/attention_cpu.h",
-    cxx="AttentionCpu",
+    "attention_cpu",
     on_cuda=False,
     reject=_reject_cpu,
     tiles=_tiles_cpu,
@@ -284,4 +304,62 @@ CPU = AttentionKernel(
     prefix_params=AttentionPrefixParams,
     scaled_params=AttentionScaledParams,
     notes_times=True,
+)
+
+
+# --- latents: attention_mla_fa2 and attention_mla_cpu ----------------------------------------------------------------
+
+
+_LATENTS = 64  #: of a KV tile if a CTA may have 227 KB of shared memory; else half as many, so that two tiles fit
+
+
+def _tiles_mla_fa2(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """16, 32 or 64 heads of a query; 64 rows of queries leave no space for keys in 99 KB of shared memory."""
+    target = problem.target.rstrip("af")
+    has_large_smem = target.startswith(("sm90", "sm100", "sm103"))
+    is_small = not has_large_smem and target not in ("sm80", "sm87")
+    return tuple(
+        TileShape(rows, _LATENTS if has_large_smem else _LATENTS // 2) for rows in (16, 32, 64)[: 2 if is_small else 3]
+    )
+
+
+def _choose_rows_mla(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    rows = rows_that_decide(problem)
+    return next((shape.rows for shape in shapes if rows <= shape.rows), shapes[-1].rows)
+
+
+MLA_FA2 = AttentionKernel(
+    "attention_mla_fa2",
+    reject=lambda problem: number_types_reason(problem) or mla_reason(problem, takes_variants=True),
+    tiles=_tiles_mla_fa2,
+    choose_rows=_choose_rows_mla,
+    own_split=MLA_SPLIT,
+    operands=SCALED_MLA_OPERANDS,
+    params=AttentionMlaParams,
+    schedule_input=lambda _: {"start_cost": 20},
+)
+
+
+def _reject_mla_cpu(problem: AttentionProblem) -> str | None:
+    for name, dtype in (("q", problem.q), ("o", problem.o)):
+        if dtype.bits < 16:
+            return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
+    if problem.kv != problem.q and problem.kv.bits != 8:
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
+    return mla_reason(problem, takes_variants=True)
+
+
+def _tiles_mla_cpu(_: AttentionProblem) -> tuple[TileShape, ...]:
+    """16 heads of a query, or 128."""
+    return TileShape(16, 64), TileShape(128, 64)
+
+
+MLA_CPU = AttentionKernel(
+    "attention_mla_cpu",
+    on_cuda=False,
+    reject=_reject_mla_cpu,
+    tiles=_tiles_mla_cpu,
+    choose_rows=first_tile_without_neighbours,
+    operands=SCALED_MLA_OPERANDS,
+    params=AttentionMlaParams,
 )
