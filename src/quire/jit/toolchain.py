@@ -203,7 +203,11 @@ _SYSTEM_DIRECTORIES = ("/usr/local/cuda/lib64", "/usr/lib64", "/usr/lib/x86_64-l
 #: What nvcc takes from g++ and NVRTC has not (__builtin_offsetof: before 13.4), in words that it has.
 _BUILTINS = (
     "__builtin_offsetof(type,field)=((size_t)__INTADDR__(&((type*)0)->field))",
+    "__builtin_fabsf(x)=fabsf(x)",
+    "__builtin_fmaf(x,y,z)=fmaf(x,y,z)",
+    "__builtin_fminf(x,y)=fminf(x,y)",
     "__builtin_huge_valf()=__builtin_bit_cast(float,0x7f800000)",
+    "__builtin_inff()=__builtin_bit_cast(float,0x7f800000)",
     "__builtin_nanf(text)=__builtin_bit_cast(float,0x7fc00000)",
 )
 
