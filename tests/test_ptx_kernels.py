@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import nvfp4_cases
 import oracle
@@ -41,6 +42,26 @@ def ragged(backend: str, p: Problem) -> Check:
     """Attention over keys and values without pages."""
     result = prefill_ragged(p, f"quire:{backend}")
     return lambda: p.check(*result)
+
+
+def flex() -> Check:
+    """Scores and masks that differ between heads and requests, which are the heads of one request."""
+    lens, per_head = 200, torch.rand(2, 8)
+    q, k, v = (torch.randn(2, heads, n, 64).to(BF16) for heads, n in ((8, 40), (2, lens), (2, lens)))
+
+    def shown(b: object, h: object, i: object, j: object) -> object:
+        return (i + 160 >= j) & (i + 160 - j < (b * 8 + h) * 12 + 1)
+
+    mask = create_block_mask(shown, 2, 8, 40, lens, device="cpu", BLOCK_SIZE=16)
+    o = quire.flex_attention(q, k, v, lambda s, b, h, i, j: s * (1 + per_head[b, h]), mask, enable_gqa=True)
+
+    def check() -> None:
+        at = torch.meshgrid(*map(torch.arange, (2, 8, 40, lens)), indexing="ij")
+        score = q.double() @ k.double().repeat_interleave(4, 1).transpose(2, 3) / 8 * (1 + per_head[..., None, None])
+        wanted = torch.softmax(score.masked_fill(~shown(*at), -torch.inf), 3) @ v.double().repeat_interleave(4, 1)
+        torch.testing.assert_close(o.double(), wanted, atol=2e-2, rtol=2e-2)
+
+    return check
 
 
 def of_latents(p: Latents) -> Check:
@@ -136,6 +157,7 @@ CASES = {
         lambda: paged("wide", Problem((20, 9), (90, 70), 4, 1, 512, dtype=BF16, causal=True)),
         "attention_wide.sm80.bf16-bf16-bf16.d512-512.paged.causal.m64",
     ),
+    "flex": Case(flex, "attention_fa2.sm80.bf16-bf16-bf16.d64-64.ragged.causal-expr0741bb3a3676c5cb.m64"),
     "merge": Case(merged, "merge.sm80.fp16.v8"),
     "append": Case(appended, "append.sm80.u16.v8"),
 }  # fmt: skip
