@@ -100,8 +100,8 @@ upstream-flex: CLONE := $(CURDIR)/build/engines/pytorch
 upstream-flex: $(STAMP)
 	mkdir -p $(dir $(CLONE))
 	test -d $(CLONE) || git clone --quiet --depth 1 --branch $(TORCH) --filter blob:none --sparse https://github.com/pytorch/pytorch $(CLONE)
-	git -C $(CLONE) sparse-checkout set test/inductor
-	$(BIN)/python -m pip install --quiet --target $(CLONE)/site --no-deps expecttest
+	test -d $(CLONE)/test/inductor || git -C $(CLONE) sparse-checkout set test/inductor
+	test -d $(CLONE)/site || $(BIN)/python -m pip install --quiet --target $(CLONE)/site --no-deps expecttest
 	PYTHONPATH=$(CLONE)/site $(BIN)/python engines/run_upstream.py --suite flex --tests $(CLONE)/test --sample $(SAMPLE) --seed $(SEED) \
 	  --device $(DEVICE) --compile $(COMPILE) -n $(WORKERS)
 
