@@ -2,17 +2,26 @@
 
     python benchmarks/scaling.py --json FILE                 on a GPU: lengths to 1 M, batches to 1024
     python benchmarks/scaling.py --device cpu --most-tokens 8192 --entries 200
+    python benchmarks/scaling.py --of-ranks benchmarks/results/*-h200x2-distributed.json     no GPU: see below
 
 Bf16 on a GPU, float32 on a cpu, 32 query heads, 8 KV heads, head_dim 128, pages of 16, unless a row says otherwise.
 Each point is timed on its own: the median of launches one after another, on the device's clock where there is one;
 plan() by the wall clock, of host arrays. Memory is what the wrapper uses of its workspace. Points of more tokens than
 --most-tokens, or of more operations than --most-flops, are left out and counted.
+
+--of-ranks computes what attention over 2 to 64 GPUs takes, of a result of distributed.py on two: the program is the
+model. Attention takes its time on one GPU, divided by the ranks. Bytes pass at --nvlink GB/s inside of a host and at
+--network GB/s a GPU between hosts, in each direction, after --latency microseconds a message; a ring overlaps them with
+the attention to the message before, an all-gather with the attention to a rank's own keys, Ulysses with nothing. What
+two GPUs took beyond that, for merges, copies, launches and the tails of shorter kernels, is kept: for each step of a
+ring, or in proportion to a rank's tokens. So the model is what was measured where there are two ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import statistics
@@ -195,6 +204,112 @@ def cache(entries: int) -> dict[str, Any]:
     return found
 
 
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+class Links(NamedTuple):
+    """Of a GPU, in one direction."""
+
+    nvlink: float  #: GB/s
+    network: float  #: GB/s, between hosts
+    latency: float  #: microseconds of a message
+    gpus_per_host: int = 8
+
+    def neighbour_ms(self, num_bytes: float, ranks: int) -> float:
+        """A message to the next rank, of which each host has one at its border."""
+        speed = self.nvlink if ranks <= self.gpus_per_host else self.network
+        return 1e-3 * self.latency + num_bytes / speed / 1e6
+
+    def all_ms(self, num_bytes: float, ranks: int) -> float:
+        """num_bytes from each other rank; those of other hosts come by the network at the same time."""
+        near = min(ranks, self.gpus_per_host)
+        inside, outside = num_bytes * (near - 1) / self.nvlink, num_bytes * (ranks - near) / self.network
+        return 1e-3 * self.latency + max(inside, outside) / 1e6
+
+    def gathered_ms(self, num_bytes: float, ranks: int) -> float:
+        """The same if all GPUs of a host want the same bytes, which come to the host once."""
+        near = min(ranks, self.gpus_per_host)
+        outside = num_bytes * (ranks - near) / (self.network * near)
+        return 1e-3 * self.latency + max(num_bytes * (ranks - 1) / self.nvlink, outside) / 1e6
+
+
+class Prompt(NamedTuple):
+    """A measured case of distributed.py."""
+
+    tokens: int
+    heads: tuple[int, int]
+    head_dim: int
+    one_ms: float
+
+    @classmethod
+    def of(cls, case: dict[str, Any]) -> Prompt:
+        return cls(sum(case["lens"]), tuple(case["heads"]), case["head_dim"], case["one_gpu_ms"])
+
+    def num_bytes(self, heads: int, ranks: int) -> float:
+        """Of so many heads of a rank's tokens, 16 bits each."""
+        return 2.0 * self.tokens / ranks * heads * self.head_dim
+
+    def ring_ms(self, ranks: int, links: Links) -> float:
+        """Steps of equal work; in each but the last a message comes meanwhile."""
+        step = self.one_ms / ranks**2
+        arriving = links.neighbour_ms(self.num_bytes(2 * self.heads[1], ranks), ranks)
+        return (ranks - 1) * max(step, arriving) + step
+
+    def gather_ms(self, ranks: int, links: Links) -> float:
+        """Attention to a rank's own keys while all others come, and then to them."""
+        step = self.one_ms / ranks**2
+        arriving = links.gathered_ms(self.num_bytes(2 * self.heads[1], ranks), ranks)
+        return max(step, arriving) + (ranks - 1) * step
+
+    def ulysses_ms(self, ranks: int, links: Links) -> float:
+        """To heads and back, with attention between."""
+        sent = self.num_bytes(self.heads[0], ranks) + self.num_bytes(2 * max(self.heads[1], ranks), ranks)
+        back = self.num_bytes(self.heads[0], ranks)
+        return self.one_ms / ranks + links.all_ms(sent / ranks, ranks) + links.all_ms(back / ranks, ranks)
+
+
+RANKS = (2, 4, 8, 16, 32, 64)
+#: The model of a kind, and how what it leaves out grows: a step of a ring, or a rank's tokens.
+MODELS: dict[str, tuple[Callable[[Prompt, int, Links], float], Callable[[int], float]]] = {
+    "ring": (Prompt.ring_ms, lambda ranks: ranks / 2),
+    "ring_peer_memory": (Prompt.ring_ms, lambda ranks: ranks / 2),
+    "zigzag": (Prompt.gather_ms, lambda ranks: 2 / ranks),
+    "zigzag_peer_memory": (Prompt.gather_ms, lambda ranks: 2 / ranks),
+    "ulysses": (Prompt.ulysses_ms, lambda ranks: 2 / ranks),
+}
+
+
+def simulated(case: dict[str, Any], kind: str, links: Links) -> dict[int, float]:
+    """Milliseconds by ranks: as measured for two."""
+    prompt, (model, growth) = Prompt.of(case), MODELS[kind]
+    rest = case[kind]["ms"] - model(prompt, 2, links)
+    most = links.gpus_per_host if kind.endswith("peer_memory") else RANKS[-1]
+    most = min(most, prompt.heads[0]) if kind == "ulysses" else most
+    return {ranks: model(prompt, ranks, links) + rest * growth(ranks) for ranks in RANKS if ranks <= most}
+
+
+def of_ranks(report: dict[str, Any], links: Links) -> list[dict[str, Any]]:
+    """All measured cases over more ranks."""
+    if report["ranks"] != 2:
+        raise SystemExit(f"--of-ranks: expected a result of two ranks, got one of {report['ranks']}")
+    rows = []
+    for name, case in report["results"].items():
+        for kind in MODELS if "one_gpu_ms" in case else ():
+            if "ms" in case.get(kind, {}):
+                found = simulated(case, kind, links)
+                of_ideal = {ranks: case["one_gpu_ms"] / ranks / ms for ranks, ms in found.items()}
+                rows.append({"case": name, "kind": kind, "ms": found, "of_ideal": of_ideal})
+    return rows
+
+
+def print_ranks(rows: list[dict[str, Any]]) -> None:
+    """How much of ranks times one GPU."""
+    print(f"{'of ranks x one GPU':40}" + "".join(f"{ranks:>7}" for ranks in RANKS))
+    for row in rows:
+        cells = (f"{row['of_ideal'][ranks]:7.2f}" if ranks in row["of_ideal"] else f"{'-':>7}" for ranks in RANKS)
+        print(f"{row['case'] + ', ' + row['kind']:40}" + "".join(cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -202,8 +317,18 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=1 << 22, help="of a cache")
     parser.add_argument("--most-flops", type=float, default=None, help="of a point; default 5e13 on a GPU, else 1e10")
     parser.add_argument("--entries", type=int, default=10_000, help="of the cache that is filled; 0: none")
+    parser.add_argument("--of-ranks", type=Path, help="a result of distributed.py on two GPUs")
+    parser.add_argument("--nvlink", type=float, default=450.0, help="GB/s of a GPU in one direction (H100, H200)")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s of a GPU between hosts (400 Gb/s)")
+    parser.add_argument("--latency", type=float, default=15.0, help="microseconds of a message")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.of_ranks:
+        links = Links(options.nvlink, options.network, options.latency)
+        rows = of_ranks(json.loads(options.of_ranks.read_text()), links)
+        print_ranks(rows)
+        write_report(options.json, {"links": links._asdict(), "of": options.of_ranks.name, "rows": rows})
+        return
     device = torch.device(options.device)
     options.most_flops = options.most_flops or (5e13 if options.device == "cuda" else 1e10)
     rows: list[dict[str, Any]] = []

@@ -220,6 +220,23 @@ def test_distributed(tmp_path: Path) -> None:
     assert all(report["results"]["full-1x75600"][kind]["of_ideal"] > 0 for kind in ("ring", "ulysses"))
 
 
+def test_more_ranks_than_were_measured(tmp_path: Path) -> None:
+    """The simulation of 2 to 64 ranks, whose point for two is the measured one."""
+    measured = BENCHMARKS / "results/2026-11-23-h200x2-distributed.json"
+    results = json.loads(measured.read_text())["results"]
+    file = tmp_path / "ranks.json"
+    run("scaling.py", "--of-ranks", str(measured), "--json", str(file))
+    fast = json.loads(file.read_text())["rows"]
+    run("scaling.py", "--of-ranks", str(measured), "--network", "1", "--json", str(file))
+    slow = json.loads(file.read_text())["rows"]
+    assert {row["kind"] for row in fast} == {"zigzag", "zigzag_peer_memory", "ulysses"}
+    for row, other in zip(fast, slow, strict=True):
+        assert row["ms"]["2"] == pytest.approx(results[row["case"]][row["kind"]]["ms"], rel=1e-9)
+        assert row["ms"]["8"] == other["ms"]["8"], "one host has no network"
+        assert ("64" in row["ms"]) == (row["kind"] != "zigzag_peer_memory"), "peer memory is that of one host"
+        assert "64" not in row["ms"] or row["ms"]["64"] < other["ms"]["64"]
+
+
 @pytest.mark.slow
 def test_scaling(tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"

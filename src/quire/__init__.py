@@ -40,6 +40,7 @@ _MODULES = {
 }
 _PLACES = {f"quire.{name}": f"quire.{package}.{name}" for package, names in _MODULES.items() for name in names}
 _PLACES["quire.expression"] = "quire.kernels.expressions"
+_PLACES["quire.parallel_attention"] = "quire.compat.flashinfer.parallel_attention"
 #: Modules of FlashInfer that are not about attention.
 _FLASHINFER_ALONE = frozenset(
     ("activation", "comm", "fp4_quantization", "fused_moe", "gemm", "logits_processor", "norm", "sampling", "topk")

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from quire.compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from quire.distributed import InOrder, MeshAttention, Zigzag
-from quire.distributed.prefill import groups_of
+from quire.distributed.ring import groups_of
 from quire.engine.checks import check_flags, check_shape, check_tensor
 from quire.engine.operands import OperandValue
 from quire.engine.tensors import LN2

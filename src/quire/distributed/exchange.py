@@ -157,7 +157,7 @@ def refuse_positions(where: str, options: dict[str, Any]) -> None:
         if options.get(name, default) != default:
             raise UnsupportedError(
                 f"{name}: {where} does not take it, since the tokens of a rank do not stand side by side in their "
-                f"request; rotate q and k before they are stored, or use Ulysses, which gives a rank whole requests."
+                f"request; rotate q and k before, or use RingAttention or Ulysses, which know whole requests."
             )
 
 

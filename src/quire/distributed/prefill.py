@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -21,7 +21,7 @@ from quire.distributed.exchange import (
     ranks_of,
     refuse_positions,
 )
-from quire.distributed.ring import InOrder, Layout, RingAttention, offsets_of, rows_of
+from quire.distributed.ring import InOrder, Layout, RingAttention, groups_of, offsets_of, rows_of
 from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices, is_choice
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError
@@ -324,19 +324,6 @@ class Ulysses:
     ) -> None:
         with naming_ranks(self._ranks, "all_to_all"):
             dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self._ranks.group)
-
-
-def groups_of(mesh: Any) -> Mapping[str, Any]:
-    """The process groups of a DeviceMesh: "ring", "ulysses" or both."""
-    if isinstance(mesh, Mapping):
-        return mesh
-    given = tuple(mesh.mesh_dim_names or ())
-    names = ("ring",) if mesh.ndim == 1 and given != ("ulysses",) else given
-    if len(names) != mesh.ndim or not {*names} <= {"ring", "ulysses"}:
-        raise ValidationError(
-            f'mesh: expected dimensions "ring" and "ulysses", as of mesh["ring", "ulysses"], got {given}.'
-        )
-    return {name: mesh.get_group(i) for i, name in enumerate(names)}
 
 
 class MeshAttention:

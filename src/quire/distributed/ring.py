@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
@@ -411,3 +411,16 @@ class RingAttention:
         if self._wire is None:
             raise PlanError("run() was called before plan(): call plan() first, once per batch.")
         return self._wire
+
+
+def groups_of(mesh: Any) -> Mapping[str, Any]:
+    """The process groups of a DeviceMesh: "ring", "ulysses" or both."""
+    if isinstance(mesh, Mapping):
+        return mesh
+    given = tuple(mesh.mesh_dim_names or ())
+    names = ("ring",) if mesh.ndim == 1 and given != ("ulysses",) else given
+    if len(names) != mesh.ndim or not {*names} <= {"ring", "ulysses"}:
+        raise ValidationError(
+            f'mesh: expected dimensions "ring" and "ulysses", as of mesh["ring", "ulysses"], got {given}.'
+        )
+    return {name: mesh.get_group(i) for i, name in enumerate(names)}

@@ -101,7 +101,8 @@ VERSION = "0.7.2"
 
 #: Modules of both libraries.
 MODULES = (
-    "attention", "cascade", "cudnn", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "sparse", "xqa",
+    "attention", "cascade", "cudnn", "decode", "mla", "page", "parallel_attention", "pod", "prefill", "quantization",
+    "rope", "sparse", "xqa",
 )  # fmt: skip
 
 #: Names that take modules of FlashInfer's JIT. An installed FlashInfer keeps its own, which run them; Quire's take a
