@@ -23,6 +23,7 @@ from quire.errors import PlanError, RankError, UnsupportedError, ValidationError
 _POSITIONS = {
     "attention_chunk_size": None, "pos_encoding_mode": "NONE", "rope_scale": None, "rope_theta": None, "window_left": -1
 }  # fmt: skip
+_OF_RANKS = "gloo", "imed out", "timeout", "Connection"  #: what gloo says of them, in RuntimeErrors; NCCL has a class
 _PROBE = 1 << 20  #: a tag that no message has
 _NOTICED = "quire: rank {} has noticed that another one is lost"  #: a key of the store
 #: Of equally many bytes from each rank, into one tensor: the name that torch gives it from 2.13 on, or the older one.
@@ -62,9 +63,9 @@ def naming_ranks(ranks: Ranks, call: str, *peers: int) -> Iterator[None]:
     """Errors of torch.distributed as a RankError. peers: global ranks that the call waits for; none: all others."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in _OF_RANKS):
+            raise
         others = [dist.get_global_rank(ranks.group, other) for other in ranks.others()]
         lost = _lost(others, ranks.group)
         names = ", ".join(map(str, sorted(lost or peers or others)))
