@@ -20,7 +20,7 @@ from quire import jit
 from quire.cli import aot, presets
 from quire.cli.presets import needs, read_config
 from quire.engine import device, launch, plan_cache, planner, spec
-from quire.jit import CudaModule, HostModule, Module, Spec, builder, driver, host_target, stores
+from quire.jit import CudaModule, HostModule, Module, Spec, builder, host_target, machine, stores
 from quire.kernels.operation import OperationKey
 from stub_compiler import write_stub
 
@@ -89,7 +89,7 @@ def absent_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_code: Path)
 
 def forget() -> None:
     """What was decided and loaded for another GPU."""
-    driver.cuda_target.cache_clear()
+    machine.cuda_target.cache_clear()
     spec._decide.cache_clear()
     planner._prepare.cache_clear()
     jit.forget()
@@ -183,7 +183,7 @@ def test_a_miss_says_which_preset_has_the_variant(absent_gpu: None) -> None:
     quire.seal()
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     offsets = torch.tensor([0, 70], dtype=torch.int32)
-    with pytest.raises(quire.errors.CacheMissError, match=re.escape("quire warmup --preset config.json,ragged (")):
+    with pytest.raises(quire.errors.CacheMissError, match=re.escape("preset: config.json,ragged of `quire warmup")):
         wrapper.plan(offsets, offsets, 8, 2, 128, causal=True, q_data_type=torch.bfloat16)
 
 

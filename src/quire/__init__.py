@@ -51,7 +51,10 @@ class _Modules(MetaPathFinder, Loader):
     """Finds the modules of _PLACES under FlashInfer's names: one module, two names."""
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        """Of a name of FlashInfer's."""
+        """Of a name of FlashInfer's; ModuleNotFoundError for its modules that are not about attention."""
+        name = fullname.removeprefix("quire.")
+        if name in _FLASHINFER_ALONE and name != fullname:  # `from quire import sampling` asks here, too
+            raise ModuleNotFoundError(f"No module named {fullname!r}.{_instead(name)}")
         return ModuleSpec(fullname, self) if fullname in _PLACES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -83,6 +86,8 @@ if not TYPE_CHECKING:  # type checkers would take any name
 
     def __getattr__(name: str) -> Any:
         """A submodule, or a public name, which loads all of them."""
+        if name in _FLASHINFER_ALONE:
+            raise AttributeError(f"module 'quire' has no attribute {name!r}.{_instead(name)}")
         if not name.startswith("__") and find_spec(f"quire.{name}") is not None:
             return import_module(f"quire.{name}")
         if not name.startswith("__") or name == "__all__":
@@ -91,13 +96,15 @@ if not TYPE_CHECKING:  # type checkers would take any name
                 return globals()[name]
         raise AttributeError(f"module 'quire' has no attribute {name!r}.{_instead(name)}")
 
-    def _instead(name: str) -> str:
-        from difflib import get_close_matches
 
-        if name in _FLASHINFER_ALONE:
-            return f" It has attention alone; FlashInfer's {name} is flashinfer.{name}, which Quire leaves as it is."
-        found = get_close_matches(name, globals().get("__all__", ()), 1, 0.8)
-        return f" Did you mean quire.{found[0]}?" if found else " dir(quire) lists the names."
+def _instead(name: str) -> str:
+    """What to do about a name that is not there."""
+    from difflib import get_close_matches
+
+    if name in _FLASHINFER_ALONE:
+        return f" It has attention alone; FlashInfer's {name} is flashinfer.{name}, which Quire leaves as it is."
+    found = get_close_matches(name, globals().get("__all__", ()), 1, 0.8)
+    return f" Did you mean quire.{found[0]}?" if found else " dir(quire) lists the names."
 
 
 def __dir__() -> list[str]:

@@ -142,8 +142,7 @@ def _append(
         "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
     }
     index_table(kv_last_page_len, "kv_last_page_len", batch, device)
-    if device.type == "cpu":
-        check_tables(batch, k.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
+    check_tables(tables, batch, k.shape[0], k.shape[1], device)
     if nnz and batch and k.shape[0]:
         _launch(append_key, append_value, k, v, tables, batch)
 

@@ -186,7 +186,7 @@ def _append(
     if places is None:
         nnz, batch = append_key.shape[0] if check_tensor(append_key, "append_key").dim() else 0, 0
         tables, batch = _tables(
-            nnz, k.shape[0], device, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
+            nnz, (k.shape[0], k.shape[1]), device, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
         )
     else:
         check_same_device(places, "slot_mapping", device)
@@ -224,7 +224,7 @@ def _scales(
 
 
 def _tables(
-    nnz: int, num_pages: int, device: torch.device, batch_indices: Any, positions: Any, kv_indices: Any,
+    nnz: int, page: tuple[int, int], device: torch.device, batch_indices: Any, positions: Any, kv_indices: Any,
     kv_indptr: Any, kv_last_page_len: Any,
 ) -> tuple[dict[str, torch.Tensor], int]:  # fmt: skip
     batch = batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
@@ -235,8 +235,7 @@ def _tables(
         "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
     }
     index_table(kv_last_page_len, "kv_last_page_len", batch, device)
-    if device.type == "cpu":
-        check_tables(batch, num_pages, tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
+    check_tables(tables, batch, *page, device)
     return tables, batch
 
 

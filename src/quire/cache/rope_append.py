@@ -32,7 +32,6 @@ from quire.engine.checks import (
     scalar,
     shape_of,
 )
-from quire.engine.device import on_cuda
 from quire.engine.operators import operator
 from quire.engine.options import foreign
 from quire.engine.rotate import Angles, Heads, check_heads, rotary_dim_of, split, start
@@ -254,8 +253,7 @@ def _paged(
         "kv_indices": index_table(kv_indices, "kv_indices", None, device),
         "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
     }
-    if not on_cuda(device):
-        check_tables(batch, pages.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
+    check_tables(tables, batch, pages.shape[0], pages.shape[1], device)
     params = RopeParams(
         num_indices=tables["kv_indices"].shape[0], batch_size=min(batch, 2**31 - 1),
         num_pages=min(pages.shape[0], 2**31 - 1),  # page numbers have 32 bits

@@ -26,6 +26,7 @@ from quire.engine.schedule import Indices, Lengths
 from quire.engine.tensors import PagedCache, cache_tensors
 from quire.engine.upcast import as_bytes, check_order, numbers_in_byte, scaled
 from quire.errors import PlanError, ValidationError
+from quire.jit import config
 from quire.kernels.features import KVLayout, dtype_of
 
 
@@ -103,6 +104,13 @@ class BlockTables(NamedTuple):
     def batch_size(self) -> int:
         return self.seq_lens.shape[0]
 
+    def check_pages(self, cache: PagedKV) -> None:
+        """With QUIRE_CHECK_PAGES=1: page numbers on a GPU are those of the cache. On the host run() checks them."""
+        device = self.pages.device
+        if config.checks_pages() and device.type != "cpu" and not is_capturing(device):
+            num_pages = min(tensor.shape[0] for tensor in cache.tensors)
+            check_page_numbers(self.pages.cpu(), self.seq_lens.cpu(), cache.page_size, num_pages)
+
     def indices(self, q_len: int, page_size: int, max_seq_len: int) -> Indices | Lengths:
         """What the planner is given: on a GPU the tables as they are, on the host their used entries."""
         if self.seq_lens.device.type != "cpu":
@@ -129,9 +137,11 @@ def check_page_numbers(pages: torch.Tensor, seq_lens: torch.Tensor, page_size: i
     """Tables [..., pages] on the host name pages of the cache, as far as lengths [...] reach."""
     used = torch.arange(pages.shape[-1], device="cpu") < _num_pages(seq_lens, page_size)[..., None]
     last = min(num_pages, 2**31) - 1  # torch compares int32 with the low bits of a number
-    outside = pages[used & ((pages < 0) | (pages > last))]
+    outside = (used & ((pages < 0) | (pages > last))).nonzero()
     if outside.numel():
-        raise ValidationError(f"block_tables: expected page numbers below {num_pages}, got {int(outside[0])}.")
+        request, *_, page = place = outside[0].tolist()
+        got = f"{int(pages[tuple(place)])} (page {page} of request {request})"
+        raise ValidationError(f"block_tables: expected page numbers below {num_pages}, got {got}.")
 
 
 def _num_pages(seq_lens: torch.Tensor, page_size: int) -> torch.Tensor:

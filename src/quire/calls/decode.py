@@ -111,6 +111,8 @@ class TableCall(NamedTuple):
             return self.block_tables
         tables = BlockTables.of(self.block_tables, self.seq_lens, self.workspace.device)
         check_tensor(self.query, "query")
+        if not self.is_selected:
+            tables.check_pages(self.cache)
         return tables.indices(q_len, self._page_size, most)
 
     @property

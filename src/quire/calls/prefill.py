@@ -136,6 +136,7 @@ def _device_batch(
     check_shape(arrays[1], "cum_seq_lens_q", {"batch_size + 1": batch_size + 1})
     tables = BlockTables.of(block_tables, seq_lens, query.device)
     check_shape(tables.seq_lens, "seq_lens", {"batch_size": batch_size})
+    tables.check_pages(cache)
     lengths = tables.indices(0, cache.page_size, check_positive(max_kv_len, "max_kv_len"))
     assert isinstance(lengths, Lengths)
     check_same_device(arrays[1], "cum_seq_lens_q", query.device)

@@ -32,7 +32,7 @@ from quire.jit import config
 from quire.jit.machine import CUDA_TARGETS
 from quire.jit.stores import prebuilt_stores, user_store
 from quire.kernels import KERNELS
-from quire.kernels.features import DTYPES, KV_DTYPES, MASK_FEATURES, DType, read_mask
+from quire.kernels.features import DTYPES, KV_DTYPES, MASK_FEATURES, DType, dtype_of, kv_dtype_of, read_mask
 
 __all__ = ["INTERRUPTED", "main", "new_parser", "run"]
 
@@ -243,15 +243,25 @@ def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def dtypes(text: str, known: tuple[DType, ...] = DTYPES) -> tuple[str, ...]:
-    """Number types by their names in slugs; torch's names are accepted, too."""
-    slugs = {name: d.slug for d in known for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
-    return tuple(slugs.get(word) or words([d.slug for d in known])(word)[0] for word in split(text))
+def dtypes(text: str, of: Callable[[str, str], DType] = dtype_of) -> tuple[str, ...]:
+    """Number types by their names in slugs; torch's and engines' names are accepted, too."""
+
+    def slug(word: str) -> str:
+        try:
+            return of(word, "dtype").slug
+        except QuireError as error:
+            known = DTYPES if of is dtype_of else KV_DTYPES
+            names = [d.slug for d in known]
+            close = meant(word, [*names, *(d.torch_name for d in known)])
+            text = f"expected some of {', '.join(names)} (fp8 is e4m3), got {word!r}{close}"
+            raise argparse.ArgumentTypeError(text) from error
+
+    return tuple(map(slug, split(text)))
 
 
 def kv_dtypes(text: str) -> tuple[str, ...]:
     """Number types of keys and values."""
-    return dtypes(text, KV_DTYPES)
+    return dtypes(text, kv_dtype_of)
 
 
 def masks(text: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from quire.engine.checks import (
 )
 from quire.engine.graph import is_capturing
 from quire.engine.tensors import LATENT_DIM
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import UnsupportedError, ValidationError, unexpected_keyword
 
 ROPE_DIM = 64  #: dims of q beside qv
 Window = Any  #: (left, right), as a tuple or a list; None: all keys
@@ -184,7 +184,7 @@ def _check_names(function: str, known: Any, keywords: Mapping[str, Any]) -> None
         if name in known.__optional_keys__ or name in _OF_SIGNATURES:
             continue
         if name not in _REFUSED:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected_keyword(function, name)
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}: expected None, as {function}() does not support it: {_REFUSED[name]}.")
 

@@ -15,6 +15,7 @@ from quire.engine.checks import check_same_device, check_shape, check_tensor, nu
 from quire.engine.graph import is_capturing
 from quire.engine.operators import is_tracing
 from quire.errors import ValidationError
+from quire.jit import config
 
 _ANY = 2**31 - 1  #: number of tokens
 
@@ -332,11 +333,12 @@ def without_left_padding(cache: Cache, leftpad: torch.Tensor) -> Keys:
 
 
 def check_pages(table: torch.Tensor, lens: torch.Tensor, cache: torch.Tensor, name: str) -> None:
-    """Page numbers are those of the cache, where the host can see tables and lengths."""
-    if is_tracing() or not (table.is_cpu and lens.is_cpu):
+    """Page numbers are those of the cache, where the host can see tables and lengths, or with QUIRE_CHECK_PAGES=1."""
+    is_seen = (table.is_cpu and lens.is_cpu) or (config.checks_pages() and not is_capturing(cache.device))
+    if is_tracing() or not is_seen:
         return
     try:
-        check_page_numbers(to_int32(table, name), lens.clamp(min=0), cache.shape[1], cache.shape[0])
+        check_page_numbers(to_int32(table.cpu(), name), lens.cpu().clamp(min=0), cache.shape[1], cache.shape[0])
     except ValidationError as error:
         raise ValidationError(str(error).replace("block_tables", name)) from None
 

@@ -38,8 +38,9 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
 def _refuse_tensor(value: Any, name: str) -> None:
     """Raises the error for an invalid tensor. A tensor without elements may have no memory."""
     if not isinstance(value, torch.Tensor):
-        cure = f" torch.from_numpy({name}) makes one." if type(value).__name__ == "ndarray" else ""
-        raise ValidationError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.{cure}")
+        raise ValidationError(
+            f"{name}: expected a torch.Tensor, got {type(value).__name__}.{_cure_of_type(value, name)}"
+        )
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else value.layout
         raise ValidationError(f"{name}: expected a dense tensor with data, got {kind} {value.dtype} on {value.device}.")
@@ -54,6 +55,18 @@ def _refuse_tensor(value: Any, name: str) -> None:
             f"any. If its storage was freed (resize_(0), FSDP), restore it before the call. If it is a stand-in that "
             f"torch traces with (fake, functional, vmap), call outside of tracing, with the tensor itself."
         )
+
+
+def _cure_of_type(value: Any, name: str) -> str:
+    """What makes a tensor of a value that is none."""
+    if type(value).__name__ == "ndarray":
+        return f" torch.from_numpy({name}) makes one."
+    if isinstance(value, (list, tuple)):
+        dtype = ", dtype=torch.int32" if all(isinstance(item, int) for item in value) else ""
+        return f" torch.tensor({name}{dtype}) makes one."
+    if isinstance(value, int) and "workspace" in name:
+        return " torch.empty(128 * 1024 * 1024, dtype=torch.uint8, device=q.device) is one."
+    return ""
 
 
 def shape_of(value: Any) -> torch.Size | None:
@@ -111,8 +124,17 @@ def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | No
 
 def cure_of(shape: Sequence[int], expected: Mapping[str, int | None]) -> str:
     """What to do about a shape that other libraries' calls have, or that plan() was not told of."""
-    if len(shape) == 4 and len(expected) == 3 and next(iter(expected)) in ("qo_len", "kv_len"):
+    first = next(iter(expected), "")
+    if len(shape) == 4 and len(expected) == 3 and first in ("qo_len", "kv_len"):
         return " A batch of one length is what quire.compat.flash_attn.flash_attn_func takes, as [batch, ...]."
+    if len(shape) == 4 and len(expected) == 3 and first == "nnz_qo":
+        return " The rows of all requests are one dimension: flatten(0, 1) of [batch, rows, heads, dim]."
+    if len(shape) == 3 and len(expected) == 4 and first == "batch":
+        return " unsqueeze(0) makes a batch of one."
+    if first == "batch" and len(shape) == 4 and expected.get("num_kv_heads") not in (None, shape[1]):
+        return " Fewer heads of keys and values take enable_gqa=True."
+    if first == "kv_len" and len(shape) == len(expected) and expected["kv_len"] not in (None, shape[0]):
+        return " Keys and values have a row for each of the same tokens."
     rows = expected.get("nnz_qo")
     if rows is not None and len(shape) == len(expected) and shape[0] != rows:
         return (
@@ -286,7 +308,7 @@ def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.dtype is torch.int32:
         return tensor
     if tensor.dtype is not torch.int64:
-        raise ValidationError(f"{name}: expected dtype torch.int32, got {tensor.dtype}.")
+        raise ValidationError(f"{name}: expected dtype torch.int32, got {tensor.dtype}: .to(torch.int32) converts it.")
     if tensor.is_cpu and tensor.numel():
         low, high = (int(bound) for bound in tensor.aminmax())
         if low < -_INT32_MAX - 1 or high > _INT32_MAX:

@@ -21,7 +21,7 @@ from quire.engine.device import target_of
 from quire.engine.launch import launch
 from quire.engine.schedule import Indices
 from quire.engine.tensors import span_bytes
-from quire.errors import UnsupportedArgumentError, ValidationError
+from quire.errors import UnsupportedArgumentError, ValidationError, unexpected_keyword
 from quire.jit import get_module
 from quire.kernels.expressions.cxx import operands_struct
 from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, reads_indices, variant_of_level
@@ -111,7 +111,7 @@ def by_position(variant: Variant, values: Sequence[Any]) -> dict[str, Any]:
 def unexpected(call: str, tensors: Mapping[str, Any]) -> None:
     """TypeError like Python's, for keywords that no variant declares."""
     if tensors:
-        raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(tensors))!r}")
+        raise unexpected_keyword(call, next(iter(tensors)))
 
 
 def refuse_beside(variant: Variant, *, soft_cap: float, has_alibi: bool, has_bits: bool) -> None:

@@ -29,7 +29,7 @@ from quire.engine.checks import (
     refuse,
     scalar,
 )
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import UnsupportedError, ValidationError, explained
 from quire.jit import config
 from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.expressions.variant import Variant
@@ -434,7 +434,12 @@ def foreign(
                         check(kwargs[name], name)
                     elif places[name] < len(args):
                         check(args[places[name]], name)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if (better := explained(error, function)) is not None:
+                    raise better from None
+                raise
 
         return call  # type: ignore[return-value]
 

@@ -26,6 +26,7 @@ from quire.engine.replay import Recording, Replay, fits_of, getter
 from quire.engine.schedule import ScheduleCache
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import has_nested
+from quire.errors import explained
 from quire.jit import config
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
@@ -190,9 +191,14 @@ def replayed(function: _Function) -> _Function:
             spelling = known, *map(len, wholes), *map(type, parts)
             values = *values, *parts
             known = spellings.get(spelling) or _learn(spellings, spelling, [*map(type, values)], has_parts=True)
-        if not known.is_known:
-            return function(*args, **kwargs)
-        return repeated((known, known.others(values)), known.tensors(values), function, args, kwargs)
+        try:
+            if not known.is_known:
+                return function(*args, **kwargs)
+            return repeated((known, known.others(values)), known.tensors(values), function, args, kwargs)
+        except TypeError as error:
+            if (better := explained(error, function)) is not None:
+                raise better from None
+            raise
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
     return wraps(function)(call)  # type: ignore[return-value]

@@ -29,7 +29,7 @@ from quire.engine.operands import check_names, write_operands
 from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule, measure_schedule, schedule_input
 from quire.errors import PlanError, ValidationError
-from quire.jit import CudaModule, HostModule, Module, get_module, host_target
+from quire.jit import CudaModule, HostModule, Module, config, get_module, host_target
 from quire.jit.unit import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import MOST_OWN_SPLITS, OWN_SPLITS, with_operands
@@ -207,6 +207,8 @@ def make_plan(
         uploader = uploader_of(device, for_capture=for_one_call and graph is None and is_capturing(device))
     schedule, note = make_schedule(indices, template.schedule, uploader), ""
     s = schedule.sizes
+    if not config.says_nothing_of_pages() and config.checks_pages() and not is_capturing(device):
+        s.largest_page = _largest_page(indices)
     does_not_fit = s.num_partials * template.partial_bytes > workspace.most_bytes
     if does_not_fit and not options.fixed_split_size and not options.cascade:
         template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
@@ -260,6 +262,16 @@ def make_plan(
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
         schedule_input=template.schedule, own_partials=template.own_partials(s.num_partials) if for_one_call else None,
     )  # fmt: skip
+
+
+def _largest_page(indices: Indices) -> int:
+    """The largest page number, also of those on a device, which it waits for; ValidationError if one is negative."""
+    if indices.kv_indices is None:
+        return -1
+    used = indices.kv_indices[int(indices.kv_indptr[0]) : int(indices.kv_indptr[-1])].cpu()
+    if used.numel() and int(used.min()) < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {indices.page_beyond(2**31)}.")
+    return int(used.max()) if used.numel() else -1
 
 
 def _partials_beside(workspace: Workspace, num_bytes: int, graph: GraphState | None) -> tuple[torch.Tensor, str]:

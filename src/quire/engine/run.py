@@ -16,6 +16,7 @@ from quire.engine.operands import addresses_of, check_names, unexpected, write_o
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS, index_limits
 from quire.engine.rope_prologue import Prologue
+from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import (
     Expected,
@@ -326,9 +327,9 @@ class PlannedRun:
         num_pages = min(k.shape[0], v.shape[0]) * self._plan_options.cache_page
         largest = self._plan.largest_page if self._prologue is None else self._prologue.largest_page
         if largest >= num_pages:
-            raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {largest}."
-            )
+            indices = self.spec.indices
+            got = indices.page_beyond(num_pages) if isinstance(indices, Indices) else largest
+            raise ValidationError(f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {got}.")
         return k, v
 
     def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import ClassVar, NamedTuple
 
@@ -11,8 +11,9 @@ import torch
 
 from quire.engine.checks import check_same_device, check_shape, check_tensor, to_int32
 from quire.engine.device import CaptureUploader, HostBuffer, Uploader
+from quire.engine.graph import is_capturing
 from quire.errors import ValidationError
-from quire.jit import HostModule, get_module, host_target
+from quire.jit import HostModule, config, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.features import MaskMode
 from quire.kernels.operation import OperationKey
@@ -55,6 +56,11 @@ class Indices(NamedTuple):
         if self.kv_last_page_len is None:
             return pages
         return torch.where(pages > 0, (pages - 1) * self.page_size + self.kv_last_page_len, 0)
+
+    def page_beyond(self, num_pages: int) -> str:
+        """The first page number that no page of a cache has, and whose it is, for errors."""
+        assert self.kv_indices is not None
+        return describe_page(self.kv_indices, self.kv_indptr, num_pages)
 
 
 class ScheduleCache:
@@ -266,7 +272,8 @@ def make_schedule(
         host_buffer = HostBuffer(sizes.staged_bytes) if uploader is None else uploader.take(sizes.staged_bytes)
         _work(p, indices, host_buffer)
     if sizes.least_page < 0:
-        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {sizes.least_page}.")
+        got = indices.page_beyond(2**31)
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {got}.")
     return Schedule(sizes, host_buffer, kept)
 
 
@@ -367,15 +374,51 @@ def index_table(tensor: torch.Tensor, name: str, length: int | None, device: tor
     return to_int32(tensor, name).contiguous()
 
 
+def describe_page(pages: torch.Tensor, indptr: torch.Tensor, num_pages: int) -> str:
+    """ "99 (page 2 of request 0)": the first of `pages` that is no number below num_pages; indptr: of requests."""
+    pages, indptr = pages.cpu(), indptr.cpu()
+    used = pages[int(indptr[0]) : int(indptr[-1])]
+    places = ((used < 0) | (used > min(num_pages, 2**31) - 1)).nonzero()
+    if not len(places):
+        return "others"  # the caller has changed them since
+    place = int(indptr[0]) + int(places[0])
+    request = int(torch.searchsorted(indptr, place, right=True)) - 1
+    return f"{int(pages[place])} (page {place - int(indptr[request])} of request {request})"
+
+
 def check_tables(
-    batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
+    tables: Mapping[str, torch.Tensor], batch: int, num_pages: int, page_size: int, device: torch.device
 ) -> None:
-    """Check the tables that are on the host, before anything is written."""
+    """Check tables that are on the host, before anything is written. With QUIRE_CHECK_PAGES=1 those of a GPU, too, and
+    that no token is skipped because its position is beyond the pages of its request.
+    """
+    checks_more = config.checks_pages() and not is_capturing(device)
+    if device.type != "cpu" and not checks_more:
+        return
+    batch_indices, positions, kv_indices, kv_indptr = (
+        tables[name].cpu() for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")
+    )
     check_offsets(kv_indptr, "kv_indptr")
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
         raise ValidationError(
             f"kv_indices: expected at least kv_indptr[-1]={used} page numbers, got {kv_indices.shape[0]}."
         )
-    check_range(kv_indices[:used], "kv_indices", 0, num_pages - 1, f"page numbers below num_pages={num_pages}")
+    pages = kv_indices[:used]
+    if used and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
+        got = describe_page(kv_indices, kv_indptr, num_pages)
+        raise ValidationError(f"kv_indices: expected page numbers below num_pages={num_pages}, got {got}.")
     check_range(batch_indices, "batch_indices", -(2**31), batch - 1, f"requests below batch_size={batch}")
+    if checks_more and batch:
+        _check_positions(batch_indices, positions, kv_indptr, page_size)
+
+
+def _check_positions(requests: torch.Tensor, positions: torch.Tensor, indptr: torch.Tensor, page_size: int) -> None:
+    reached = indptr.long().diff()[requests.clamp(min=0).long()] * page_size
+    skipped = ((requests >= 0) & ((positions < 0) | (positions >= reached))).nonzero()
+    if len(skipped):
+        token = int(skipped[0])
+        raise ValidationError(
+            f"positions: expected a position below {int(reached[token])}, as the pages of request {int(requests[token])} "
+            f"reach, for token {token}, got {int(positions[token])}; add pages to the request before appending."
+        )

@@ -423,8 +423,14 @@ class Expected(NamedTuple):
         if dims[0] == "num_pages" and not options.page_size:
             dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
         layout = _LAYOUT_HINTS[self.layout] if operand.type == "kv" else ""
-        cure = cure_of(sizes, dict(zip(names, wanted, strict=True)))
+        cure = cure_of(sizes, dict(zip(names, wanted, strict=True))) or self._planned(operand, sizes)
         raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.{cure}")
+
+    def _planned(self, operand: Operand, sizes: tuple[int, ...]) -> str:
+        """What plan() was told of a number that is another one here."""
+        pairs = zip(operand.dims, sizes, strict=False) if len(sizes) == len(operand.dims) else ()
+        told = [f"{dim}={planned}" for dim, size in pairs if (planned := getattr(self.options, dim, size)) != size]
+        return f" plan() was told {', '.join(told)}: call it again." if told else ""
 
     def _check_alignment(self, view: View, name: str, num_bytes: int, itemsize: int) -> None:
         """GPU kernels load 16 bytes at a time, of scales as many as a row of them has."""

@@ -218,8 +218,8 @@ def _refusal(missing: Sequence[Request], store: Store | None) -> CacheMissError:
     line = one if one and len(missing) == 1 else f"--exact {' '.join(slugs)}"
     words = ",".join(("config.json", *dict.fromkeys(word for request in missing for word in request.spec.preset)))
     return CacheMissError(
-        f"{''.join(lines)}  to do:  quire warmup {line}\n"
-        f"  or, for all that a model needs: quire warmup --preset {words} (or config.json,vllm, or config.json,sglang)"
+        f"{''.join(lines)}  preset: {words} of `quire warmup --preset` (or config.json,vllm; config.json,sglang)\n"
+        f"  to do:  quire warmup {line}"
     )
 
 

@@ -264,6 +264,13 @@ def multiplies_8_bits() -> bool:
     return value != "0"
 
 
+def checks_pages() -> bool:
+    """QUIRE_CHECK_PAGES=1: whether page numbers and positions that lie on a GPU are checked too, which waits for it."""
+    if (value := _read("QUIRE_CHECK_PAGES")) not in (None, "0", "1"):
+        raise _invalid("QUIRE_CHECK_PAGES", str(value), "0 or 1")
+    return value == "1"
+
+
 def ask_for_overlays() -> None:
     """Set QUIRE_FLASH_ATTN and QUIRE_FLASHINFER to "on", for this process and for those that it starts."""
     os.environ.update(QUIRE_FLASH_ATTN="on", QUIRE_FLASHINFER="on")
@@ -278,6 +285,7 @@ says_nothing_of_results: Callable[[], bool] = partial(
     _names.isdisjoint,
     frozenset(os.fsencode(name) for name in ("QUIRE_DETERMINISTIC", "QUIRE_FP8_PRODUCTS", *_ENGINE_SWITCHES)),
 )
+says_nothing_of_pages: Callable[[], bool] = partial(_names.isdisjoint, frozenset((b"QUIRE_CHECK_PAGES",)))
 
 
 def is_deterministic() -> bool:

@@ -72,7 +72,8 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
 def _variables() -> Iterator[Finding]:
     readers = (
         config.jit_denied, config.cpu_target, config.log_level, config.max_jobs, config.arch_list, config.record_path,
-        config.cache_root, config.toolchain, machine.host_target, config.system_cache, config.shared_cache_is_read_only,
+        config.checks_pages, config.cache_root, config.toolchain, machine.host_target, config.system_cache,
+        config.shared_cache_is_read_only,
         config.shared_cache_key, config.shared_cache_is_trusted_unsigned, config.trusted_keys, config.signing_key,
     )  # fmt: skip
     faults: dict[str, None] = {}
@@ -83,7 +84,7 @@ def _variables() -> Iterator[Finding]:
             faults[str(error)] = None
     yield from (Finding("variables", "fault", text, "Correct the variable or unset it.") for text in faults)
     for name in config.unknown_variables():
-        close = get_close_matches(name, config.variables(), n=1)
+        close = get_close_matches(name, config.variables(), n=1, cutoff=0.8)
         fix = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(config.variables())}."
         yield Finding("variables", "fault", f"{name} is set, and nothing reads it", fix)
         faults[name] = None

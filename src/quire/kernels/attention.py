@@ -427,7 +427,7 @@ def number_types_reason(problem: AttentionProblem) -> str | None:
     if problem.q.slug not in ("fp16", "bf16"):
         return f"q dtype {problem.q} is not fp16 or bf16"
     if problem.kv != problem.q and problem.kv.bits > 8:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q} (.to() converts); only 8-bit keys may"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
     return None

@@ -268,7 +268,9 @@ def _reject_cpu(problem: AttentionProblem) -> str | None:
         if dtype.bits < 16:
             return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
     if problem.kv != problem.q and problem.kv.bits > 8:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
+        return (
+            f"kv dtype {problem.kv} differs from q dtype {problem.q} (.to() converts); only 8-bit keys and values may"
+        )
     return head_dim_reason(problem, most=512)
 
 
@@ -345,7 +347,7 @@ def _reject_mla_cpu(problem: AttentionProblem) -> str | None:
         if dtype.bits < 16:
             return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
     if problem.kv != problem.q and problem.kv.bits != 8:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q} (.to() converts); only 8-bit keys may"
     return mla_reason(problem, takes_variants=True)
 
 

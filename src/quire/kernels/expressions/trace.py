@@ -114,7 +114,8 @@ class Tracer:
             return self.value("const", INT, value=value)
         if isinstance(value, float):
             return self.value("const", FLOAT, value=as_float32(value))
-        fail(f"expected a number or a value of the kernel, got {type(value).__name__}.")
+        cure = "; declare it in tensors= and take it as an argument" if type(value).__name__ == "Tensor" else ""
+        fail(f"expected a number or a value of the kernel, got {type(value).__name__}{cure}.")
 
     def lift(self, value: Any) -> Value:
         """`value` as a Value; numbers become constants."""

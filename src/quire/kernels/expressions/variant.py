@@ -117,6 +117,9 @@ def check_type(node: Node, name: str, place: str = "") -> None:
         )
 
 
+_FLEX_WORDS = " FlexAttention's b is request, and h is head; quire.flex_attention() takes such functions."
+
+
 def _argument(tracer: Tracer, parameter: str, name: str, function: Any) -> Any:
     if parameter == "score" and name == "score":
         return tracer.value("score", FLOAT)
@@ -127,7 +130,7 @@ def _argument(tracer: Tracer, parameter: str, name: str, function: Any) -> Any:
         known = ", ".join((*INDICES, *tracer.tensors, *tracer.scalars))
         raise ValidationError(
             f"{name}: {function.__qualname__}() takes {parameter!r}; expected some of {known}, or {parameter!r} "
-            f"declared in tensors= or scalars=."
+            f"declared in tensors= or scalars=.{_FLEX_WORDS if parameter in ('b', 'h', 'batch') else ''}"
         )
     return found
 
