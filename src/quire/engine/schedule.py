@@ -419,6 +419,6 @@ def _check_positions(requests: torch.Tensor, positions: torch.Tensor, indptr: to
     if len(skipped):
         token = int(skipped[0])
         raise ValidationError(
-            f"positions: expected a position below {int(reached[token])}, as the pages of request {int(requests[token])} "
-            f"reach, for token {token}, got {int(positions[token])}; add pages to the request before appending."
+            f"positions: expected a position below {int(reached[token])}, as the pages of request "
+            f"{int(requests[token])} reach, for token {token}, got {int(positions[token])}; add pages to the request before appending."
         )
