@@ -11,7 +11,7 @@ from torch import Tensor
 
 import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
-from problems import PagedCache, Problem, any_dtype, block_tables, ints, workspace
+from problems import PagedCache, Problem, any_dtype, block_tables, ints, poisoned, workspace
 from test_xqa import LAYOUTS
 
 SHAPE = (3, 1, 20), (40, 0, 65)
@@ -440,9 +440,41 @@ def test_trtllm_decode(device, dtype, kv_layout):
     p.check(quire.trtllm_batch_decode_with_kv_cache(*call, sinks=sinks, out_dtype=dtype, **more), sinks=sinks)
     out, lse = quire.trtllm_batch_decode_with_kv_cache(*call, return_lse=True, **more)
     p.check(out, lse)
-    for name, value in (("cp_rank", 2), ("cp_world", 2), ("uses_shared_paged_kv_idx", False)):
-        with pytest.raises(quire.ValidationError, match="not supported"):
-            quire.trtllm_batch_decode_with_kv_cache(*call, **more, **{name: value})
+    with pytest.raises(quire.ValidationError, match="uses_shared_paged_kv_idx: not supported"):
+        quire.trtllm_batch_decode_with_kv_cache(*call, **more, uses_shared_paged_kv_idx=False)
+    total = ints(p.kv_lens, device)
+    for given, text in (
+        ({"cp_rank": 1}, "cp_rank: expected a number below cp_world=1"),
+        ({"cp_world": 2}, "causal_seqlens_kv_global: expected int32"),
+        ({"cp_world": 2, "causal_seqlens_kv_global": total}, "causal_seqlens_kv_global: expected None beside"),
+        (
+            {"cp_world": 2, "causal_seqlens_kv_global": total[1:], "window_left": -1},
+            "causal_seqlens_kv_global: expected",
+        ),
+    ):
+        with pytest.raises(quire.QuireError, match=text):
+            quire.trtllm_batch_decode_with_kv_cache(*call[:-1], **{"window_left": 30, **more, **given})
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_trtllm_decode_of_ranks(device, dtype, world):
+    """Keys dealt to ranks in turn, also to none: what the ranks find, merged, is attention over all keys."""
+    p = Problem((2, 2, 2), (40, 2, 65), device=device, dtype=dtype, causal=True, sm_scale=0.2)
+    states = []
+    for rank in range(world):
+        lens = [len(range(rank, n, world)) for n in p.kv_lens]
+        cache = poisoned((3, 2, 40, p.num_kv_heads, p.head_dim), dtype, device)
+        for i, begin in enumerate(p.kv_indptr[:-1]):
+            keys = torch.arange(rank, p.kv_lens[i], world) + begin
+            cache[i, 0, : len(keys)], cache[i, 1, : len(keys)] = p.k[keys], p.v[keys]
+        states.append(
+            quire.trtllm_batch_decode_with_kv_cache(
+                p.q, cache, workspace(device), ints(range(3), device)[:, None], ints(lens, device), 40, 0.2, 1.0,
+                kv_layout="NHD", q_len_per_req=2, return_lse=True, cp_world=world, cp_rank=rank,
+                causal_seqlens_kv_global=ints([n - 2 for n in p.kv_lens], device),
+            )
+        )  # fmt: skip
+    p.check(*quire.merge_states(*(torch.stack(each, 1) for each in zip(*states, strict=True))))
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)

@@ -104,7 +104,7 @@ def left() -> list[str]:
 REFUSED = (
     ("prefill.trtllm_batch_context_with_kv_cache", "uses_spcompress"),
     ("prefill.trtllm_batch_context_with_kv_cache", "o_sf_scale"),
-    ("decode.trtllm_batch_decode_with_kv_cache", "cp_world"),
+    ("decode.trtllm_batch_decode_with_kv_cache", "request_order"),
     ("decode.trtllm_batch_decode_with_kv_cache", "o_sf_scale"),
     ("decode.cudnn_batch_decode_with_kv_cache", "batch_offsets_k"),
     ("mla.trtllm_batch_decode_with_kv_cache_mla", "enable_dcp"),

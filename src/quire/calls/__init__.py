@@ -111,6 +111,23 @@ class BlockTables(NamedTuple):
             num_pages = min(tensor.shape[0] for tensor in cache.tensors)
             check_page_numbers(self.pages.cpu(), self.seq_lens.cpu(), cache.page_size, num_pages)
 
+    def row_by_row(self, before: torch.Tensor, q_len: int, world: int, rank: int) -> BlockTables:
+        """Each of q_len rows as a request of its own, of keys dealt to `world` ranks in turn. before: int32
+        [batch_size], the keys before the first row on all ranks. Computed on the device.
+        """
+        check_shape(
+            check_tensor(before, "causal_seqlens_kv_global"),
+            "causal_seqlens_kv_global",
+            {"batch_size": self.batch_size},
+        )
+        check_same_device(before, "causal_seqlens_kv_global", self.seq_lens.device)
+        place = to_int32(before, "causal_seqlens_kv_global")[:, None] + torch.arange(
+            q_len, dtype=torch.int32, device=before.device
+        )
+        seen = (torch.div(place - rank, world, rounding_mode="floor") + 1).clamp(min=0)
+        lens = torch.minimum(seen, self.seq_lens[:, None]).flatten()
+        return BlockTables(self.pages.repeat_interleave(q_len, 0), lens)
+
     def indices(self, q_len: int, page_size: int, max_seq_len: int) -> Indices | Lengths:
         """What the planner is given: on a GPU the tables as they are, on the host their used entries."""
         if self.seq_lens.device.type != "cpu":
@@ -280,3 +297,17 @@ def token_pages(cache: torch.Tensor) -> torch.Tensor:
     strides = cache.stride()
     token = strides[1] if tokens > 1 else strides[0]
     return cache.as_strided(((rows - 1) * row_step(cache) + tokens, 1, heads, dim), (token, token, *strides[2:]))
+
+
+def check_rank(cp_world: int, cp_rank: int, before: Any) -> None:
+    """Check the place of a rank among those that keys are dealt to; before: causal_seqlens_kv_global."""
+    if (
+        isinstance(cp_rank, bool)
+        or not isinstance(cp_rank, int)
+        or not 0 <= cp_rank < check_positive(cp_world, "cp_world")
+    ):
+        raise ValidationError(f"cp_rank: expected a number below cp_world={cp_world}, got {cp_rank!r}.")
+    if before is None and cp_world != 1:
+        raise ValidationError(
+            f"causal_seqlens_kv_global: expected int32 [batch_size] beside cp_world={cp_world}, got None."
+        )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls import BlockTables, Output, PagedKV, Scale
+from quire.calls import BlockTables, Output, PagedKV, Scale, check_rank
 from quire.engine.attention import AttentionCall
 from quire.engine.batch import PaddedQueries
 from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor
@@ -23,7 +23,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.rewrite import variant_without_mask
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
@@ -263,7 +263,7 @@ def xqa_batch_decode_with_kv_cache(
 @replayed
 @foreign(
     refused="o_sf_scale o_sf_vec_size uses_shared_paged_kv_idx bmm1_scale_log2 "
-    "enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
+    "enable_block_sparse_attention "
     "bf16q_fp8kv_transform_mode request_order request_order_plan",
     permissions="multi_ctas_kv_counter_buffer skip_softmax_threshold_scale_factor",
 )
@@ -292,6 +292,11 @@ def trtllm_batch_decode_with_kv_cache(
     scratch memory that is not needed, and skip_softmax_threshold_scale_factor permits to skip small weights, which
     Quire's kernels do not. All other arguments that xqa_batch_decode_with_kv_cache() does not have are refused.
 
+    causal_seqlens_kv_global: int32 [batch_size], the tokens of each request before its first row, on all ranks
+    together, where token t is on rank t % cp_world and this is rank cp_rank. Row j sees the first
+    max(0, (causal_seqlens_kv_global + j - cp_rank) // cp_world + 1) of this rank's keys, of which seq_lens counts all.
+    Not beside window_left, mask, cum_seq_lens_q or a variant.
+
     Returns the result, or (result, lse). Raises ValidationError or UnsupportedError.
 
     >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
@@ -307,11 +312,24 @@ def trtllm_batch_decode_with_kv_cache(
         raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     cache = PagedKV.of(kv_cache, layout, kv_cache_sf=kv_cache_sf, backend=backend)
+    q_len, tables = q_len_per_req if max_q_len is None else max_q_len, block_tables
+    check_rank(cp_world, cp_rank, causal_seqlens_kv_global)
+    if causal_seqlens_kv_global is not None:
+        has_places = window_left != -1 or mask is not None or cum_seq_lens_q is not None or variant is not None
+        if has_places or q_len is None:
+            raise UnsupportedError(
+                "causal_seqlens_kv_global: expected None beside window_left, mask, cum_seq_lens_q or a variant, as "
+                "kernels do not know where the keys of a rank stand in their request."
+            )
+        local = BlockTables.of(block_tables, seq_lens, workspace.device)
+        tables, seq_lens = local.row_by_row(
+            causal_seqlens_kv_global, check_positive(q_len, "q_len_per_req"), cp_world, cp_rank
+        )
+        q_len = 1
     return TableCall(
-        query, cache, workspace, block_tables, seq_lens, max_seq_len,
+        query, cache, workspace, tables, seq_lens, max_seq_len,
         Scale.of_logits(bmm1_scale, "bmm1_scale", workspace.device),
-        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
-        q_len=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
+        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len=q_len, q_cu_seq_lens=cum_seq_lens_q,
         window_left=window_left, out=out, out_dtype=out_dtype, sinks=sinks, enable_pdl=enable_pdl, o_scale=o_scale,
         mask=mask, lse=lse, return_lse=return_lse, backend=backend, variant=variant, operands=operands,
         name="trtllm_batch_decode_with_kv_cache",

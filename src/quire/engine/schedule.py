@@ -420,5 +420,6 @@ def _check_positions(requests: torch.Tensor, positions: torch.Tensor, indptr: to
         token = int(skipped[0])
         raise ValidationError(
             f"positions: expected a position below {int(reached[token])}, as the pages of request "
-            f"{int(requests[token])} reach, for token {token}, got {int(positions[token])}; add pages to the request before appending."
+            f"{int(requests[token])} reach, for token {token}, got {int(positions[token])}; add pages to the request "
+            f"before appending."
         )
