@@ -225,7 +225,7 @@ def decode(me: Rank, name: str, lens: torch.Tensor, kinds: list[str], is_timed: 
 
 def exchange(me: Rank, kinds: list[str]) -> None:
     """What a layer adds to attention: exchange and merge of 64 rows of 64 heads, which lie where attention wrote."""
-    from quire.distributed.exchange import exchange_of, ranks_of
+    from quire.distributed.exchange import all_gather, exchange_of, ranks_of
 
     rows, heads = 64, 64
     o, lse = me.randn(rows, heads, HEAD_DIM, seed=10 + me.rank), me.randn(rows, heads, seed=30 + me.rank).float()
@@ -240,6 +240,16 @@ def exchange(me: Rank, kinds: list[str]) -> None:
         merged = merged if merged.shape[1] == part else merged[:, part * me.rank : part * (me.rank + 1)]
         seconds = me.graph_seconds(lambda merging=merging, a=own_o, b=own_lse: merging.merge(a, b))
         found[kind] = {**verdict(error(merged, truth.double()), 0.0, me.dtype), "us": 1e6 * seconds}
+    if "all_gather" not in kinds:
+        return
+    # Beside them: the packed collective alone, without a merge, and results that lie anywhere, as engines have them.
+    message = torch.empty(rows * heads * (HEAD_DIM * o.itemsize + 4), dtype=torch.uint8, device=me.device)
+    received = message.new_empty(me.size * len(message))
+    beside = {
+        "collective_alone": lambda: all_gather(received, message),
+        "merge_over_ranks": lambda: merge_over_ranks(o, lse, natural_lse=True),
+    }
+    found |= {f"{name}_us": 1e6 * me.graph_seconds(call) for name, call in beside.items()}
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
