@@ -69,19 +69,19 @@ def check_torch() -> None:
         heads = (8, 2) if size == 2 else (8, 8)
         qkv = tokens(2, 75, heads)
         buffers = [x.transpose(1, 2).contiguous().to(here()) for x in qkv]
-        positions, before = torch.arange(75), [x.clone() for x in buffers]
+        positions, before = torch.arange(75, device=here()), [x.clone() for x in buffers]
         for causal in (False, True):
             with context_parallel(
                 mesh, buffers=[*buffers, positions], buffer_seq_dims=[2, 2, 2, 0], no_restore_buffers=set()
             ):
-                rows = positions.clone()
+                rows = positions.cpu().clone()
                 o = functional.scaled_dot_product_attention(
                     *buffers, is_causal=causal, scale=0.2, enable_gqa=heads[0] != heads[1]
                 )
                 whole, ordered = context_parallel_unshard(mesh, [o, positions], [2, 0])
             check(o.transpose(1, 2), qkv, rows, f"{mesh}", causal=causal, sm_scale=0.2)
             check(whole.transpose(1, 2), qkv, slice(None), f"{mesh}, whole", causal=causal, sm_scale=0.2)
-            assert torch.equal(ordered, torch.arange(75)) and torch.equal(positions, ordered)
+            assert torch.equal(ordered.cpu(), torch.arange(75)) and torch.equal(positions, ordered)
             assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True)), "restored"
     assert functional.scaled_dot_product_attention is theirs
 

@@ -140,6 +140,22 @@ def test_sinks_count_once(ranks: Processes) -> None:
     ranks.run(check_options)
 
 
+def check_base_of_lse(q_len: int, exchange: str) -> None:
+    batch = Batch([q_len] * 2, [90, q_len], causal=True)
+    o, lse = decode(batch, q_len, 1, exchange, of_run={"lse_base": "ln"})
+    batch.check(o, lse / math.log(2), slice(None), own_heads(12) if exchange == "all_to_all" else slice(None))
+    for given, kind in (({"lse_base": "log10"}, quire.ValidationError), ({"lse_layout": "HN"}, quire.UnsupportedError)):
+        with pytest.raises(kind, match=next(iter(given))):
+            decode(batch, q_len, 1, exchange, of_run=given)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_an_lse_in_base_e(ranks: Processes, q_len: int, exchange: str) -> None:
+    """Partial results are merged in base 2, whichever is asked for."""
+    ranks.run(check_base_of_lse, q_len, exchange)
+
+
 def check_scale_of_values(exchange: str) -> None:
     batch = Batch([1, 1, 1], [90, 5, 7], dtype=torch.float16, v_scale=1e5)
     o, lse = decode(batch, 1, 1, exchange, of_run={"v_scale": 1e5})

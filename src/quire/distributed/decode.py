@@ -11,8 +11,8 @@ from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.distributed.exchange import Exchange, State, check_agreement, exchange_of, ranks_of, refuse_positions
 from quire.engine.attention import planned
-from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
-from quire.engine.tensors import PagedCache
+from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices, is_choice
+from quire.engine.tensors import PagedCache, to_base_e
 from quire.engine.upcast import scales_of_values
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, UnsupportedError, ValidationError
@@ -136,23 +136,27 @@ class ContextParallelDecode:
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
-        return_lse: Literal[False] = False, **options: Any,
+        return_lse: Literal[False] = False, lse_base: str = "log2", **options: Any,
     ) -> torch.Tensor: ...  # fmt: skip
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
-        return_lse: Literal[True], **options: Any,
+        return_lse: Literal[True], lse_base: str = "log2", **options: Any,
     ) -> Pair: ...  # fmt: skip
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
-        return_lse: bool = False, **options: Any,
+        return_lse: bool = False, lse_base: str = "log2", **options: Any,
     ) -> torch.Tensor | Pair:  # fmt: skip
         """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim], the same on all ranks, to the tokens of
         all ranks; returns o [rows, num_qo_heads / size, head_dim] (with "all_gather": of all heads), or (o, lse).
 
         sinks: as in the wrapper's run(), the same on all ranks. They are added to the denominator once.
-        options: as in the wrapper's run(): q_scale, k_scale, v_scale.
+        lse_base: "ln" for an lse in base e. options: as in the wrapper's run(): q_scale, k_scale, v_scale.
         """
+        if not is_choice(lse_base, ("log2", "ln")):
+            raise ValidationError(f"lse_base: expected 'log2' or 'ln', got {lse_base!r}.")
+        if options.pop("lse_layout", "NH") != "NH":
+            raise UnsupportedError("lse_layout: expected 'NH', as results of ranks are merged row by row.")
         if self._exchange is None:
             raise PlanError("run() was called before plan(): call plan() first, once per batch.")
         out, partial = self._exchange.results()
@@ -165,6 +169,8 @@ class ContextParallelDecode:
         o, lse = self._exchange.merge(out, partial, scale)
         if scales is not None:
             o.mul_(scales if o.shape[1] == scales.shape[0] else scales.view(-1, o.shape[1], 1)[self._ranks.rank])
+        if lse_base == "ln":
+            to_base_e(lse)
         return (o, lse) if return_lse else o
 
 
