@@ -94,7 +94,9 @@ def test_orders_of_heads_and_tokens(order, device):
         )
         assert (o - torch.softmax(score, 3) @ wide_v).abs().max() < (1e-5 if device == "cpu" else 2e-2)
         assert (lse - score.logsumexp(3)).abs().max() < 1e-4 and o.stride() == q.stride()
-    assert flex_inputs.Inputs.of(q, k, v, True).copied == ORDERS[order]
+    found = quire.explain_flex_attention(q, k, v, enable_gqa=True)
+    assert found.figures["copied in each call"] == (", ".join(ORDERS[order]) or "nothing")
+    assert ("requests" in found.figures) is (sum(order) > 1)
 
 
 def test_steps_of_decode_copy_nothing(device):

@@ -29,6 +29,7 @@ from quire.attention.flex_inputs import (
 )
 from quire.engine.attention import Attention
 from quire.engine.checks import check_flags, scalar
+from quire.engine.inspection import Explanation
 from quire.engine.operands import check_operands, split_operands
 from quire.engine.operators import NOT_CAPTURABLE, FunctionsOperator, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options
@@ -53,7 +54,7 @@ from quire.kernels.expressions.dependencies import (
 from quire.kernels.expressions.rewrite import MaskParts, variant_of_heads
 from quire.kernels.expressions.variant import Variant, read_text
 
-__all__ = ["flex_attention"]
+__all__ = ["explain_flex_attention", "flex_attention"]
 
 _MOST_TRACES = 256  #: that are kept
 _TENSORS = torch.Tensor, torch.nn.Parameter
@@ -172,7 +173,43 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
     enable_gqa: bool, return_lse: bool, return_most: bool, known: _Known | None = None,
 ) -> Any:  # fmt: skip
-    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
+    check_flags(return_lse=return_lse)
+    args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_most
+    inputs, traced, attention = _prepared(*args, known)
+    (q, k, v), (o, out), options = inputs.tensors, inputs.result(), RunOptions(operands=traced.of_score, lse_unit=LN2)
+    result = attention.run(q, (k, v), out, return_lse=return_lse, options=options)
+    rows, lse = result if return_lse else (result, None)
+    o = (inputs.of_batch(rows) if o is None else o)[..., : inputs.head_dim_vo]
+    if inputs.of_heads != is_heads_first(query):
+        o = in_order_of(o, query)
+    return o if lse is None else (o, inputs.of_batch(lse))
+
+
+def explain_flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Explanation:  # fmt: skip
+    """What flex_attention() does with these arguments: the kernel, how its work is divided, which tensors it copies.
+
+    Returns a string of several lines with attributes, as explain() of wrappers. Raises what flex_attention() raises.
+
+    >>> q, k = torch.randn(2, 4, 9, 64), torch.randn(1, 4, 30, 64)
+    >>> print(quire.explain_flex_attention(q, k, k).figures["copied in each call"])
+    key, value
+    """
+    inputs, _, attention = _prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, False)
+    figures = {"copied in each call": ", ".join(inputs.copied) or "nothing"}
+    if inputs.of_heads:
+        figures["requests"] = f"{query.shape[0]}, whose heads are those of one request"
+    return attention.explain(figures)
+
+
+def _prepared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
+    enable_gqa: bool, return_most: bool, known: _Known | None = None,
+) -> tuple[Inputs, _Trace, Attention]:  # fmt: skip
+    """What a call runs: its tensors, its functions, its plan."""
+    check_flags(enable_gqa=enable_gqa)
     if scale is not None:
         scalar(scale, "scale", positive=True)
     inputs = Inputs.of(query, key, value, enable_gqa)
@@ -181,14 +218,8 @@ def _attend(
     traced = _Trace.of(score_mod, mask_of(block_mask), setting) if known is None else known[0].with_tensors(known[1])
     attention = _planned(block_mask, inputs, scale, traced, return_most)
     if attention is None:  # the lists of the block mask are not those of its function
-        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_most)
-    (q, k, v), (o, out), options = inputs.tensors, inputs.result(), RunOptions(operands=traced.of_score, lse_unit=LN2)
-    result = attention.run(q, (k, v), out, return_lse=return_lse, options=options)
-    rows, lse = result if return_lse else (result, None)
-    o = (inputs.of_batch(rows) if o is None else o)[..., : inputs.head_dim_vo]
-    if inputs.of_heads != is_heads_first(query):
-        o = in_order_of(o, query)
-    return o if lse is None else (o, inputs.of_batch(lse))
+        return _prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, return_most)
+    return inputs, traced, attention
 
 
 def _planned(

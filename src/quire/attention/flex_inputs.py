@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
     of_heads: bool  #: whether there is one request, with the heads of all
     head_dim: int  #: as given
     head_dim_vo: int
-    copied: tuple[str, ...]  #: names of those that were copied
+    copied: tuple[str, ...]  #: names of those that were copied or padded
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -78,10 +78,9 @@ class Inputs(NamedTuple):
         result_bytes = query.nbytes // max(1, query.shape[3]) * value.shape[3]
         copies[_TOKENS if is_heads_first(query) else _HEADS] += result_bytes * (batch > 1 < query.shape[2])
         way = _HEADS if copies[_HEADS] < copies[_TOKENS] else _TOKENS
-        copied = tuple(name for name, read in reads.items() if way not in read)
-        for name in copied:
-            given[name] = _copied(given[name], way)
-        q, k, v = given.values()
+        q, k, v = (t if way in reads[name] else _copied(t, way) for name, t in given.items())
+        both = zip(given, (q, k, v), (query, key, value), strict=True)
+        copied = tuple(name for name, read, tensor in both if read is not tensor)
         return cls(q, k, v, way is _HEADS, query.shape[3], value.shape[3], copied)
 
     def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

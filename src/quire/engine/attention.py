@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from itertools import accumulate
 from threading import Lock
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -188,12 +188,12 @@ class Attention(PlannedRun):
         for plan in self._by_heads.values():
             plan.set_logits(logits)
 
-    def explain(self) -> Explanation:
-        """Which kernel was chosen, why the others were not, and how the work was divided."""
+    def explain(self, more: Mapping[str, str] = MappingProxyType({})) -> Explanation:
+        """Which kernel was chosen, why the others were not, and how the work was divided. more: other figures."""
         key, schedule = self.decision.key, self._plan.schedule
         partial = partials_bytes(1, key.tile_rows, key.head_dim_vo)
         sizes = None if schedule is None else schedule.sizes
-        figures = figures_of(sizes, self.decision, self.spec.indices.batch_size, partial)
+        figures = figures_of(sizes, self.decision, self.spec.indices.batch_size, partial) | dict(more)
         if self._plan_options.deterministic:
             figures["deterministic"] = "the bits of a request depend on that request alone"
         return Explanation.of(self.decision, figures, self._plan.note)
