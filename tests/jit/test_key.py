@@ -14,7 +14,7 @@ from scale import DEVICE, HOST, FakeCompiler
 from quire import jit
 from quire.errors import CompileError, ValidationError
 from quire.jit import Spec, machine
-from quire.jit.compiler import Memory
+from quire.jit.compilation import Memory
 from quire.jit.toolchain import Gxx, Nvcc, for_target
 from quire.jit.unit import make_request, toolchain_digest
 

@@ -18,7 +18,7 @@ from quire import jit
 from quire.cli import aot
 from quire.errors import CompileError
 from quire.jit import compilation, nvrtc_worker, toolchain
-from quire.jit.compiler import Memory
+from quire.jit.compilation import Memory
 from quire.jit.machine import CUDA_TARGETS
 from quire.jit.toolchain import Nvcc, Nvrtc, for_target
 from quire.kernels.operation import OPERATIONS, OperationKey

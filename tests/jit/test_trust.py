@@ -16,7 +16,7 @@ from scale import HOST, Collect, FakeCompiler
 from quire import jit
 from quire.errors import CacheError, CacheMissError
 from quire.jit import trust
-from quire.jit.compiler import stamp_of
+from quire.jit.compilation import stamp_of
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from quire.errors import CacheError, CompileError
 from quire.jit import compilation, config, events, machine, trust
-from quire.jit.compiler import Outcome, Toolchain
 from quire.jit.store import Entry, Manifest, Store
+from quire.jit.toolchain import Outcome, Toolchain
 from quire.jit.unit import SCHEMA, Request, read_exports
 
 _LITTLE_SPACE = 4 << 20  #: bytes; compilers write more than this beside the artifact

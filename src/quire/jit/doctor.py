@@ -18,11 +18,10 @@ from typing import Literal
 
 from quire.errors import QuireError
 from quire.jit import config, machine, trust, unit
-from quire.jit.compilation import find_ninja
-from quire.jit.compiler import Memory, Toolchain
+from quire.jit.compilation import Memory, find_ninja
 from quire.jit.machine import CUDA_TARGETS
 from quire.jit.store import Store
-from quire.jit.toolchain import for_target
+from quire.jit.toolchain import Toolchain, for_target
 
 Status = Literal["ok", "note", "fault"]
 

@@ -27,7 +27,7 @@ from typing import Any, get_origin, get_type_hints
 
 from quire.errors import CacheError
 from quire.jit import events, trust
-from quire.jit.compiler import Memory
+from quire.jit.compilation import Memory
 from quire.jit.trust import LARGEST_SIGNATURE, SIGNATURE, PrivateKey, TrustedKeys, subject_of_entry
 from quire.jit.unit import SCHEMA, Request, is_slug, request_digest, toolchain_digest
 

@@ -15,17 +15,35 @@ It runs in a child process (nvrtc_worker.py), which a time limit can stop and wh
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 import platform
+import re
+import shlex
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from quire.errors import CompileError, UnsupportedError
-from quire.jit import compilation, config, nvrtc_worker
-from quire.jit.compiler import Toolchain, ask, resolve_scripts
+from quire.jit import config, nvrtc_worker, unit
+from quire.jit.compilation import (
+    Diagnosis,
+    Memory,
+    Report,
+    Run,
+    ask,
+    diagnose,
+    parse_gxx,
+    parse_nvcc,
+    run,
+    run_ninja,
+    stamp_of,
+)
 from quire.jit.machine import CUDA_TARGETS
 from quire.jit.unit import Request
 
@@ -39,6 +57,156 @@ HOST_TARGETS: dict[str, str] = {
     "aarch64": "armv8-a",
     "native": "native",
 }
+
+
+_ONLY_EXECUTES = re.compile(r"""exec\s+(?P<quote>["']?)(?P<path>/[^\s"']+)(?P=quote)\s+"\$@"\s*""")
+
+
+def _script(path: Path) -> bytes | None:
+    """The text of `path` if it is a script, else None."""
+    with path.open("rb") as file:
+        if file.read(2) != b"#!":
+            return None
+        file.seek(0)
+        return file.read(1 << 20)
+
+
+def resolve_scripts(path: str) -> tuple[list[str], str]:
+    """The files of a compiler, outermost first, and a digest of a wrapper script that does more than execute."""
+    files: list[str] = []
+    current = Path(path)
+    while current.exists():
+        current = Path(os.path.realpath(current))
+        if str(current) in files:
+            break
+        files.append(str(current))
+        script = _script(current)
+        if script is None:
+            break
+        lines = [line.strip() for line in script.decode(errors="replace").splitlines()]
+        lines = [line for line in lines if line and not line.startswith("#")]
+        match = _ONLY_EXECUTES.fullmatch(lines[0]) if len(lines) == 1 else None
+        if match is None:
+            return files, hashlib.sha256(script).hexdigest()
+        current = Path(match.group("path"))
+    return files, ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a build ended. Without a `failure`, the staging directory holds the artifact."""
+
+    command: str  #: what was run, relative to the staging directory
+    log: str
+    seconds: float
+    peak_bytes: int | None  #: resident set of the compiler, where known
+    report: Report
+    failure: Diagnosis | None
+
+
+class Toolchain(ABC):
+    """A compiler that was found on this machine and not yet asked anything."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]  #: the unit's file name
+    artifact: ClassVar[str]  #: the artifact's file name
+    install_hint: ClassVar[str]
+
+    def __init__(self, path: str, *, named: bool) -> None:
+        self.path = path  #: as it is invoked; never resolved, since compilers look at their own name
+        #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME, QUIRE_TOOLCHAIN); else the search found it
+        self.named = named
+
+    @classmethod
+    @abstractmethod
+    def places(cls) -> Iterator[tuple[str, str | None, bool]]:
+        """Where compilers are searched, in order: (description, path or None if there is none, named by the user)."""
+
+    @classmethod
+    def find(cls) -> Toolchain | None:
+        """The toolchain that a build would use, or None. Starts no process."""
+        return next((cls(path, named=named) for _, path, named in cls.places() if path is not None), None)
+
+    @classmethod
+    def require(cls) -> Toolchain:
+        """The toolchain that a build would use; CompileError lists the places that were searched."""
+        found = cls.find()
+        if found is not None:
+            return found
+        tried = "\n".join(f"  {where}: {'found' if path else 'nothing there'}" for where, path, _ in cls.places())
+        raise CompileError(
+            f"no {cls.name} was found; searched in this order:\n{tried}\n"
+            f"{cls.install_hint}, or install prebuilt variants (quire-attention-jit-cache), which need no compiler."
+        )
+
+    @abstractmethod
+    def flags(self, target: str) -> tuple[str, ...]:
+        """The flags for `target`, in order and free of paths."""
+
+    @abstractmethod
+    def read_report(self, log: str) -> Report:
+        """What the compiler said about the code."""
+
+    @abstractmethod
+    def _ask_version(self) -> tuple[str, list[str]]:
+        """Ask the compiler: (its version, further files that it consists of)."""
+
+    def known_version(self, memory: Memory) -> str | None:
+        """The version, as far as the memory knows it; starts no process."""
+        return memory.version(self.path)
+
+    def version(self, memory: Memory) -> str:
+        """The version: from the memory, else by asking. CompileError if the compiler does not answer."""
+        known = self.known_version(memory)
+        if known is not None:
+            return known
+        layers, wrapper = resolve_scripts(self.path)
+        before = stamp_of(layers)
+        version, further = self._ask_version()
+        if wrapper:
+            version += f"\nwrapper {wrapper}"
+        stamp = stamp_of(list(dict.fromkeys(layers + further)))
+        if stamp is not None and stamp[: len(layers)] == before:
+            memory.set(self.path, stamp, version)
+        return version
+
+    def parts(self, target: str, version: str) -> dict[str, str]:
+        """The labelled parts of this toolchain's half of an entry's name."""
+        return {"toolchain": self.name, "version": version, "flags": " ".join(self.flags(target))}
+
+    def build(self, request: Request, staging: Path) -> Outcome:
+        """Compile `request` in the directory `staging`, which then holds the unit, `artifact` and the compiler's log.
+
+        A failing compiler is an Outcome, not an exception. The command line is relative to the staging directory: it
+        holds no path of this machine but the compiler's own.
+        """
+        words = self._words(request.spec.target)
+        self._write_inputs(request, staging)
+        status, log, seconds, peak_bytes = self._run(request, staging, words)
+        failed = status != 0 or not (staging / self.artifact).is_file()
+        failure = diagnose(log, status) if failed else None
+        return Outcome(shlex.join(words), log, seconds, peak_bytes, self.read_report(log), failure)
+
+    def _words(self, target: str) -> list[str]:
+        """The command line, to be run in the staging directory."""
+        return [self.path, *self.flags(target), "-I", "include", "-o", self.artifact, self.source]
+
+    def _run(self, request: Request, staging: Path, words: list[str]) -> Run:
+        """Run the command line; the compiler's own words go to build.log."""
+        text = unit.render_ninja(
+            request.templates,
+            slug=request.spec.slug, command=shlex.join(words), source=self.source, artifact=self.artifact,
+        )  # fmt: skip
+        (staging / "build.ninja").write_text(text, encoding="utf-8")
+        return run_ninja(staging)
+
+    def _write_inputs(self, request: Request, staging: Path) -> None:
+        """Write the unit and exactly the headers that were hashed: the compiler sees nothing else."""
+        for header in request.headers:
+            path = staging / "include" / header.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(header.text)
+        (staging / self.source).write_text(request.source, encoding="utf-8")
 
 
 class Nvcc(Toolchain):
@@ -77,8 +245,8 @@ class Nvcc(Toolchain):
         code = f"--generate-code=arch=compute_{arch},code=sm_{arch}"
         return ("-cubin", "-O3", "-std=c++17", code, "-Xptxas=-v")
 
-    def read_report(self, log: str) -> compilation.Report:
-        return compilation.parse_nvcc(log)
+    def read_report(self, log: str) -> Report:
+        return parse_nvcc(log)
 
     def _ask_version(self) -> tuple[str, list[str]]:
         """nvcc is a driver: the passes that make the code are files of their own and may be replaced on their own."""
@@ -126,8 +294,8 @@ class Gxx(Toolchain):
     def flags(self, target: str) -> tuple[str, ...]:
         return (*f"-march={HOST_TARGETS[target]}".split(), *self._COMMON)
 
-    def read_report(self, log: str) -> compilation.Report:
-        return compilation.parse_gxx(log)
+    def read_report(self, log: str) -> Report:
+        return parse_gxx(log)
 
     def _ask_version(self) -> tuple[str, list[str]]:
         first = ask([self.path, "--version"])[0]
@@ -258,8 +426,8 @@ class Nvrtc(Toolchain):
         builtins = (f"--define-macro={builtin}" for builtin in _BUILTINS)
         return (arch, "--std=c++17", "-default-device", "--ptxas-options=-v", *builtins)
 
-    def read_report(self, log: str) -> compilation.Report:
-        return compilation.parse_nvcc(log)
+    def read_report(self, log: str) -> Report:
+        return parse_nvcc(log)
 
     def _worker(self) -> list[str]:
         """The command line of a child with this library: without site-packages, which it needs not and start slowly."""
@@ -278,5 +446,5 @@ class Nvrtc(Toolchain):
     def _words(self, target: str) -> list[str]:
         return [*self._worker(), self.source, self.artifact, "build.log", *self.flags(target), "--include-path=include"]
 
-    def _run(self, request: Request, staging: Path, words: list[str]) -> compilation.Run:  # noqa: ARG002
-        return compilation.run(staging, words)
+    def _run(self, request: Request, staging: Path, words: list[str]) -> Run:  # noqa: ARG002
+        return run(staging, words)
