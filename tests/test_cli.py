@@ -343,7 +343,7 @@ def test_code_that_ran_as_ptx_on_another_gpu_is_called_that(quire_: Quire, monke
     assert "as PTX: run as PTX on another GPU, and compared with float64, on sm86: H200" in legend
     assert "run, and compared with float64, on sm90a: H100, H200" in legend
     assert "ran on     H200, as PTX; no such card" in quire_("show", "packbits.sm86.any.v1")[1]
-    from quire.compat.flashinfer.devices import RAN_ON
+    from quire.compat.flashinfer.fallback import RAN_ON
 
     assert "sm86" not in RAN_ON, "there QUIRE_FLASHINFER=auto would take over"
 

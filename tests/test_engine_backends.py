@@ -20,7 +20,7 @@ import quire
 from oracle import attention, latent_attention
 from quire.compat import engines
 from quire.compat import flashinfer as overlay
-from quire.compat.flashinfer import devices
+from quire.compat.flashinfer import fallback
 from quire.jit import config
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
@@ -227,7 +227,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setitem(sys.modules, name, module)
     yield importlib.import_module("quire.compat.engines.vllm")
     sys.modules.pop("quire.compat.engines.vllm")
-    devices.stop("vllm")
+    fallback.stop("vllm")
 
 
 class Batch:
@@ -463,7 +463,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     )  # fmt: skip
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(devices, "_capabilities", lambda: [(9, 0)])
+    monkeypatch.setattr(fallback, "_capabilities", lambda: [(9, 0)])
     for name in ("QUIRE_FLASH_ATTN", "QUIRE_FLASHINFER"):
         monkeypatch.setenv(name, "")
     yield registered

@@ -21,7 +21,7 @@ from quire.compat import engines
 from quire.compat import flashinfer as overlay
 from quire.compat.engines.in_place import DOORS, doors
 from quire.compat.flash_attn_interface import flash_attn_varlen_func
-from quire.compat.flashinfer import devices
+from quire.compat.flashinfer import fallback
 from quire.jit import events
 
 #: vLLM's order of arguments, and answers that tell whose they are.
@@ -71,7 +71,7 @@ PACKAGES = {name.split("/")[0] for name in FILES} | {"flash_attn", "flash_attn_i
 
 @pytest.fixture(autouse=True)
 def _inactive_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(devices, "_capabilities", list)
+    monkeypatch.setattr(fallback, "_capabilities", list)
     events._warned.clear()
     yield
     engines._later.calls.clear()
@@ -212,7 +212,7 @@ class TestInPlace:
         ],
     )
     def test_by_gpu(self, monkeypatch: pytest.MonkeyPatch, gpus: Any, wish: str, is_on: bool) -> None:
-        monkeypatch.setattr(devices, "_capabilities", lambda: gpus)
+        monkeypatch.setattr(fallback, "_capabilities", lambda: gpus)
         monkeypatch.setenv("QUIRE_FLASH_ATTN", wish)
         assert engines.install() is is_on
         answer = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func(**paged())
@@ -339,7 +339,7 @@ class TestPlugins:
     def test_steps_where_quire_is_off(self, registry: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nobody is told to turn it on on a GPU that has not run it."""
         del registry
-        monkeypatch.setattr(devices, "_capabilities", lambda: [(10, 0)])
+        monkeypatch.setattr(fallback, "_capabilities", lambda: [(10, 0)])
         monkeypatch.setenv("QUIRE_FLASHINFER", "off")
         engines.vllm_plugin()
         runner = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner

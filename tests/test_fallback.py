@@ -19,7 +19,7 @@ import quire
 from calls import plan_paged, plan_ragged
 from problems import Problem, workspace
 from quire.compat import flashinfer as compat
-from quire.compat.flashinfer import devices, overlay, served
+from quire.compat.flashinfer import fallback, overlay, served
 from quire.jit import events
 
 #: Their functions and wrappers say what they were called with.
@@ -350,7 +350,7 @@ class TestWhere:
         ],
     )
     def test_by_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Any, wish: str, is_on: bool) -> None:
-        monkeypatch.setattr(devices, "_capabilities", lambda: gpus)
+        monkeypatch.setattr(fallback, "_capabilities", lambda: gpus)
         monkeypatch.setenv("QUIRE_FLASHINFER", wish)
         count = self.activated(tmp_path, monkeypatch)
         assert count > 30 if is_on else count == 0
@@ -376,6 +376,6 @@ class TestWhere:
 
                 return call
 
-        assert devices._nvml_capabilities(Nvml()) == [(9, 0), (12, 1)]  # type: ignore[arg-type]
+        assert fallback._nvml_capabilities(Nvml()) == [(9, 0), (12, 1)]  # type: ignore[arg-type]
         with pytest.raises(OSError, match="NVML: error 9"):
-            devices._nvml_capabilities(SimpleNamespace(nvmlInit_v2=lambda: 9))  # type: ignore[arg-type]
+            fallback._nvml_capabilities(SimpleNamespace(nvmlInit_v2=lambda: 9))  # type: ignore[arg-type]

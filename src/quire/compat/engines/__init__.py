@@ -41,7 +41,7 @@ from typing import Any
 
 from quire.compat import flashinfer
 from quire.compat.engines.in_place import install, uninstall
-from quire.compat.flashinfer import devices, spec_and_then
+from quire.compat.flashinfer import fallback, spec_and_then
 from quire.jit import config, events
 
 __all__ = ["install", "report", "sglang_plugin", "uninstall", "vllm_member", "vllm_plugin"]
@@ -51,7 +51,7 @@ _MOST_STEPS = 50  #: without a call, before the log says so
 
 def report() -> str:
     """The calls since install() or quire.compat.flashinfer.activate(), as quire.compat.flashinfer.report() has them."""
-    return devices.report()
+    return fallback.report()
 
 
 def vllm_plugin() -> None:
@@ -193,7 +193,7 @@ class _Steps:
 
     def _note(self) -> None:
         self._count += 1
-        if not devices.has_calls():
+        if not fallback.has_calls():
             if self._count <= _MOST_STEPS:
                 return
             events.warn_once(
@@ -235,6 +235,6 @@ _later = _Later()
 
 def _watch(steps: _Steps, modules: Sequence[str]) -> None:
     """Count steps in these modules, where calls are counted and nobody has begun to."""
-    if devices.is_counting() and modules[0] not in _later.calls:
+    if fallback.is_counting() and modules[0] not in _later.calls:
         for module in modules:
             _later.after(module, steps.begin)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quire.compat.flash_attn_interface_batch import fork_keywords
-from quire.compat.flashinfer import devices, spec_and_then
+from quire.compat.flashinfer import fallback, spec_and_then
 from quire.compat.flashinfer.fallback import function_over
 from quire.errors import CompileError, PlanError, UnsupportedError, ValidationError
 from quire.jit import config, events
@@ -67,13 +67,13 @@ def install(*missing: str) -> bool:
     wish = config.flash_attn_overlay() or "auto"
     if wish == "off":
         return False
-    if wish == "auto" and (gpus := devices.untried_gpus()):
+    if wish == "auto" and (gpus := fallback.untried_gpus()):
         events.info(
             f"FlashAttention keeps its functions, as no variant of Quire has run on {', '.join(gpus)} (quire matrix); "
             f"QUIRE_FLASH_ATTN=on replaces them"
         )
         return False
-    devices.start("engines")
+    fallback.start("engines")
     doors.activate(missing)
     return True
 
@@ -81,7 +81,7 @@ def install(*missing: str) -> bool:
 def uninstall() -> None:
     """Undo install()."""
     doors.deactivate()
-    devices.stop("engines")
+    fallback.stop("engines")
 
 
 @cache

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
 from quire.compat.flash_attn_interface import flash_attn_varlen_func
-from quire.compat.flashinfer import devices
+from quire.compat.flashinfer import fallback
 from quire.errors import UnsupportedError
 
 __all__ = [
@@ -39,7 +39,7 @@ _OF_8_BITS = {
     "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
 
-devices.start("vllm")  # so that quire.compat.engines.report() counts calls
+fallback.start("vllm")  # so that quire.compat.engines.report() counts calls
 
 
 class QuireAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]

@@ -39,7 +39,7 @@ from typing import Any
 
 import quire
 from quire import public
-from quire.compat.flashinfer import devices, fallback, plain_torch
+from quire.compat.flashinfer import fallback, plain_torch
 from quire.engine.operands import ATTENTION_SINK, SinkText
 from quire.errors import UnsupportedError
 from quire.jit import config, events
@@ -54,13 +54,13 @@ def activate() -> None:
     if standin.is_active() or overlay.is_active() or wish == "off":
         return
     is_installed = _installed() is not None
-    if is_installed and wish == "auto" and (gpus := devices.untried_gpus()):
+    if is_installed and wish == "auto" and (gpus := fallback.untried_gpus()):
         events.info(
             f"FlashInfer keeps its attention, as no variant of Quire has run on {', '.join(gpus)} (quire matrix); "
             f"QUIRE_FLASHINFER=on replaces it"
         )
         return
-    devices.start("flashinfer")
+    fallback.start("flashinfer")
     (overlay if is_installed else standin).activate()
 
 
@@ -68,7 +68,7 @@ def deactivate() -> None:
     """Undo activate(). Names that a program has imported from `flashinfer` in the meantime remain Quire's."""
     overlay.deactivate()
     standin.deactivate()
-    devices.stop("flashinfer")
+    fallback.stop("flashinfer")
 
 
 def report() -> str:
@@ -84,7 +84,7 @@ def report() -> str:
     ['served', 'single_decode_with_kv_cache', '1']
     >>> compat.deactivate()
     """
-    return devices.report()
+    return fallback.report()
 
 
 def _installed() -> ModuleSpec | None:
@@ -135,7 +135,7 @@ class Refusing(type):
 
     def __call__(cls, *_args: Any, **_kwargs: Any) -> Any:
         """What the name would have been called for."""
-        calls = importlib.import_module("quire.compat.flashinfer.devices")
+        calls = importlib.import_module("quire.compat.flashinfer.fallback")
         calls.refused(cls.path)
         raise UnsupportedError(
             f"flashinfer.{cls.path}: Quire stands in for FlashInfer's attention alone and has no such kernel; install "
@@ -225,9 +225,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "sampling": plain_torch.SAMPLING,
     "utils": {
-        name: value for name, value in vars(devices).items() if getattr(value, "__module__", "") == devices.__name__
-    } | {
-        "GPUArchitectureError": devices.GPUArchitectureError,
+        **plain_torch.UTILS,
         "get_alibi_slopes": quire.get_alibi_slopes,
         "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
     },

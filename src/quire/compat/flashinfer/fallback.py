@@ -3,16 +3,29 @@
 A call that raises UnsupportedError goes to FlashInfer with the same arguments; wrong input stays an error. A wrapper
 whose plan() is refused is FlashInfer's until the next plan(): its class changes, so that a wrapper that Quire serves
 pays nothing for it. A wrapper whose run() is refused stays FlashInfer's, since programs run all layers alike.
+
+Also which GPUs Quire serves in another library's place, and the report of the calls that it served and left.
 """
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import inspect
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from quire.compat.flashinfer import devices
+import torch
+
+from quire.cli.catalogue import RAN_ON
+from quire.engine.attention import Attention
+from quire.engine.options import foreign
+from quire.engine.replay import Replay
+from quire.engine.run import Result
 from quire.errors import UnsupportedError
 from quire.jit import events
 from quire.kernels.expressions.variant import Variant
@@ -66,18 +79,14 @@ def _leave(
 ) -> None:  # fmt: skip
     """Say and count that the library serves a call; raise the refusal of one that is for Quire alone."""
     values = (*args, *kwargs.values())
-    is_ours = any(isinstance(value, Variant) or str(value).startswith("quire:") for value in values if _is_word(value))
+    is_ours = any(isinstance(x, Variant) or (isinstance(x, str) and x.startswith("quire:")) for x in values)
     newer = "" if isinstance(refusal, UnsupportedError) else _newer(*pair, kwargs)
     if is_ours or not (newer or isinstance(refusal, UnsupportedError)):
         raise refusal
     cause = str(refusal).splitlines()[0].split("; expected ")[0].split(", got ")[0]
     cause = f"{newer}: an argument that came later" if newer else cause
-    devices.left(name, cause)
+    left(name, cause)
     events.warn_once(f"{library} serves {name}: {cause}")
-
-
-def _is_word(value: Any) -> bool:
-    return isinstance(value, (str, Variant))
 
 
 def _newer(ours: _Call, theirs: _Call, kwargs: Mapping[str, Any]) -> str:
@@ -236,7 +245,7 @@ def _internal(name: str, ours: type) -> property:
     def read(self: Any) -> Any:
         behind: _Behind = self._behind
         cause = f"the program reads {name}, which is FlashInfer's own"
-        devices.left(ours.__name__, cause)
+        left(ours.__name__, cause)
         events.warn_once(f"FlashInfer serves {ours.__name__}: {cause}")
         behind.stays = True
         value = getattr(behind.planned(), name)
@@ -281,8 +290,160 @@ def _write(self: Any, name: str, value: Any) -> None:
         setattr(self._behind.wrapper(), name, value)
 
 
-def _spell(self: Any) -> str:
-    return repr(self._behind.wrapper())
+_LEFT: Mapping[str, Any] = {
+    "__getattribute__": _read, "__setattr__": _write, "__repr__": lambda self: repr(self._behind.wrapper()),
+}  # fmt: skip
 
 
-_LEFT: Mapping[str, Any] = {"__getattribute__": _read, "__setattr__": _write, "__repr__": _spell}
+# --- the calls of a program ------------------------------------------------------------------------------------------
+
+
+def untried_gpus() -> tuple[str, ...]:
+    """The GPUs of this machine on which no variant of Quire has run, such as "sm100"; creates no context.
+
+    A driver that has been started would break the processes that a server forks. So NVML is asked, or, where it is
+    missing, another process.
+    """
+    found = dict.fromkeys(_capabilities())
+    return tuple(f"sm{major}{minor}" for major, minor in found if f"sm{major}{minor}a" not in RAN_ON)
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    try:
+        return _nvml_capabilities(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:  # not there, or of no use
+        pass
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no GPU
+        return []
+    script = "from quire.jit.machine import *; print([capability(i) for i in range(driver().device_count())])"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return ast.literal_eval(said.stdout) if said.returncode == 0 else []  # else the driver has no GPU
+
+
+def _nvml_capabilities(nvml: ctypes.CDLL) -> list[tuple[int, int]]:
+    count, device, numbers, found = ctypes.c_uint(), ctypes.c_void_p(), (ctypes.c_int(), ctypes.c_int()), []
+    _asked(nvml.nvmlInit_v2())
+    try:
+        _asked(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+        for index in range(count.value):
+            _asked(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
+            _asked(nvml.nvmlDeviceGetCudaComputeCapability(device, *map(ctypes.byref, numbers)))
+            found.append((numbers[0].value, numbers[1].value))
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
+def _asked(code: int) -> None:
+    if code:
+        raise OSError(f"NVML: error {code}")
+
+
+#: Modules whose functions stand around those that the program has called.
+_DECORATORS = (foreign.__module__, __name__, "quire.compat.engines.in_place")
+_run: Any = Attention.run
+_replay = Replay.__call__
+_served: Counter[tuple[str, str]] = Counter()
+_refused: Counter[str] = Counter()
+_left: Counter[tuple[str, str]] = Counter()
+_unwatch: Callable[[], None] = lambda: None  # noqa: E731
+_owners: set[str] = set()  #: who wants calls to be counted
+
+
+def start(owner: str) -> None:
+    """Count from now on, from nothing if nobody has counted, and report compiles to vLLM's monitor."""
+    global _unwatch
+    is_on = bool(_owners)
+    _owners.add(owner)
+    if is_on:
+        return
+    _served.clear()
+    _refused.clear()
+    _left.clear()
+    _unwatch()
+    _unwatch = events.guard_compiles(_report_compile)
+    Attention.run = _counted  # type: ignore[method-assign, assignment]
+    Replay.__call__ = _counted_again  # type: ignore[method-assign]
+
+
+def stop(owner: str) -> None:
+    """Count and report no more, unless another owner wants it."""
+    _owners.discard(owner)
+    if _owners:
+        return
+    _unwatch()
+    Attention.run = _run  # type: ignore[method-assign]
+    Replay.__call__ = _replay  # type: ignore[method-assign]
+
+
+def _report_compile(event: events.Event) -> None:
+    """Report a compile to vLLM's monitor of compiles, if the engine has turned it on after its warm-up.
+
+    --jit-monitor-mode=warn logs a line; with =error it raises RuntimeError, before anything is compiled.
+    """
+    monitor = sys.modules.get("vllm.utils.jit_monitor")
+    if monitor is None or not monitor.is_active():
+        return
+    handle = getattr(monitor, "_handle_jit_event", None)
+    if handle is None:  # another version of vLLM
+        events.warn_once(f"{event.slug} is compiled after the engine's warm-up, which takes a second: quire warmup")
+    else:
+        handle(backend="Quire", event="kernel JIT compilation", fn_name=event.slug, detail=event.cause)
+
+
+def refused(path: str) -> None:
+    """A name outside attention was called."""
+    _refused[path] += 1
+
+
+def left(name: str, cause: str) -> None:
+    """A call went to the FlashInfer that is installed."""
+    _left[name, cause] += 1
+
+
+def is_counting() -> bool:
+    """Whether calls are counted."""
+    return bool(_owners)
+
+
+def has_calls() -> bool:
+    """Whether any call was served, or left to another library."""
+    return bool(_served or _left)
+
+
+def report() -> str:
+    """A line for each call and kernel, for each cause of a call's going to FlashInfer, and for each refused name."""
+    lines = [f"served   {name}  {count} x  {kernel}" for (name, kernel), count in _served.most_common()]
+    lines += [f"left     {name}  {count} x  {cause}" for (name, cause), count in _left.most_common()]
+    return "\n".join(lines + [f"refused  {path}  {count} x" for path, count in _refused.most_common()])
+
+
+@wraps(_run)
+def _counted(self: Attention, *args: Any, **kwargs: Any) -> Result:
+    result = _run(self, *args, **kwargs)
+    _served[_public_name(), self.decision.key.slug] += 1
+    return result
+
+
+@wraps(_replay)
+def _counted_again(self: Replay, *args: Any, **kwargs: Any) -> Any:
+    result = _replay(self, *args, **kwargs)
+    if result is not NotImplemented:  # else the call runs as its first did
+        _served[_public_name(), self.kernel] += 1
+    return result
+
+
+def _public_name() -> str:
+    """The function or method of Quire that the program has called."""
+    frame, called = sys._getframe(2), None
+    while frame is not None and (module := str(frame.f_globals.get("__name__", ""))).startswith("quire."):
+        called = called if module in _DECORATORS else frame  # theirs have no `self` of the program's call
+        frame = frame.f_back  # type: ignore[assignment]  # None is the end
+    if called is None:
+        return ""
+    owner = called.f_locals.get("self")  # a copy of all locals: of this frame alone, since each run() comes here
+    return f"{type(owner).__name__}.{called.f_code.co_name}" if owner is not None else called.f_code.co_name

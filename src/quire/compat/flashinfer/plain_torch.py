@@ -1,4 +1,5 @@
-"""What a dense model calls of FlashInfer beside attention, in plain torch: sampling, norms, gated activations.
+"""What a dense model calls of FlashInfer beside attention, in plain torch: sampling, norms, gated activations;
+and what it asks of devices.
 
 They are for programs without FlashInfer: right and slow. Samples are drawn by inverting the cumulative distribution at
 one uniform number a row, so that they need no rejection rounds. A threshold keeps all that are equal to it.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from enum import Enum
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from quire.engine.checks import check_shape, check_tensor, is_choice
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 
 _Sampled = Tensor | tuple[Tensor, Tensor]
 
@@ -296,4 +298,100 @@ NORMS: Mapping[str, Any] = {
 }
 ACTIVATIONS: Mapping[str, Any] = {
     "silu_and_mul": silu_and_mul, "gelu_and_mul": gelu_and_mul, "gelu_tanh_and_mul": gelu_tanh_and_mul,
+}  # fmt: skip
+
+
+# --- devices and numbers ---------------------------------------------------------------------------------------------
+
+
+class PosEncodingMode(Enum):
+    """FlashInfer's numbers of position encodings."""
+
+    NONE = 0
+    ROPE_LLAMA = 1
+    ALIBI = 2
+
+
+class MaskMode(Enum):
+    """FlashInfer's numbers of masks."""
+
+    NON_CAUSAL = 0
+    CAUSAL = 1
+    CUSTOM = 2
+    MULTIITEMSCORING = 3
+
+
+class TensorLayout(Enum):
+    """FlashInfer's numbers of layouts of keys and values."""
+
+    NHD = 0
+    HND = 1
+
+
+@cache
+def get_compute_capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+def get_device_sm_count(device: torch.device) -> int:
+    """The SMs of a GPU."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def is_sm90a_supported(device: torch.device) -> bool:
+    """Whether a GPU is a Hopper, which fa3 is written for."""
+    return get_compute_capability(device)[0] == 9
+
+
+def is_sm100a_supported(device: torch.device) -> bool:
+    """Whether FlashInfer's kernels for Blackwell can be had: Quire has none."""
+    del device
+    return False
+
+
+def device_support_pdl(device: torch.device) -> bool:
+    """Whether a kernel can start before the one ahead ends (`enable_pdl`): from Hopper on."""
+    return device.type == "cuda" and get_compute_capability(device)[0] >= 9
+
+
+def determine_attention_backend(
+    device: torch.device, pos_encoding_mode: int, use_fp16_qk_reductions: bool, use_custom_mask: bool,
+    dtype_q: torch.dtype, dtype_kv: torch.dtype, *, head_dim_qk: int | None = None, head_dim_vo: int | None = None,
+) -> str:  # fmt: skip
+    """FlashInfer's own choice between "fa2" and "fa3", for programs that branch on it; Quire's `auto` does not."""
+    one_byte = dtype_kv.itemsize == 1 and dtype_q.itemsize > 1
+    heads = (head_dim_qk, head_dim_vo)
+    has_tiles = None in heads or heads in ((64, 64), (128, 128), (256, 256), (192, 128))
+    plain = not (use_custom_mask or use_fp16_qk_reductions or pos_encoding_mode or one_byte)
+    return "fa3" if is_sm90a_supported(device) and plain and has_tiles else "fa2"
+
+
+def has_flashinfer_jit_cache() -> bool:
+    """Programs compile FlashInfer's own modules ahead where this is False; Quire has none: see quire.warmup()."""
+    return True
+
+
+def ceil_div(x: int, y: int) -> int:
+    """x / y, rounded up."""
+    return -(-x // y)
+
+
+def round_up(x: int, y: int) -> int:
+    """The next multiple of y from x on."""
+    return ceil_div(x, y) * y
+
+
+UTILS: Mapping[str, Any] = {
+    **{f"is_sm{arch}_supported": is_sm100a_supported for arch in ("100a", "110a", "120a", "121a", "12x")},
+    **{
+        value.__name__: value
+        for value in (
+            MaskMode, PosEncodingMode, TensorLayout, ceil_div, determine_attention_backend, device_support_pdl,
+            get_compute_capability, get_device_sm_count, has_flashinfer_jit_cache, is_sm90a_supported, round_up,
+        )
+    },
+    "GPUArchitectureError": UnsupportedError,  # FlashInfer's, for a GPU that a kernel was not written for
 }  # fmt: skip
