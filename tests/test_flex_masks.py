@@ -16,8 +16,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 import quire
+from quire.kernels import AttentionProblem, decide
 from quire.kernels.expressions import reference
+from quire.kernels.expressions.cxx import mask_blocks
 from quire.kernels.expressions.dependencies import Capturing, Setting
+from quire.kernels.features import MaskMode, dtype_of
+from quire.kernels.hopper import FA3
 
 Function = Callable[..., Any]
 BATCH, HEADS, LEN = 2, 4, 64
@@ -274,6 +278,32 @@ def test_lists_of_chosen_tiles():
         mask_mod=lambda b, h, i, j: j % 16 < TILE_LENS[j // 16],
     )  # fmt: skip
     check("cpu", eager(chosen_tiles, (BATCH, HEADS, LEN, LEN)), None, mask, (LEN, LEN))
+
+
+STATES = torch.ones(4, 2, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("mask", "blocks"), [
+    (lambda b, h, i, j: STATES[i // 128, j // 256] != 0, (128, 256)),
+    (lambda b, h, i, j: (STATES[i // 64, j // 64] == 2) | ((STATES[i // 64, j // 64] == 1) & (i * 2 > j)), (64, 64)),
+    (lambda b, h, i, j: (i // 96 - j // 64).abs() <= i // 64 % 3, (32, 64)),
+    (MASKS["STA of a film"].mask, (0, 0)),  # the text behind it is no block
+    (MASKS["NATTEN"].mask, (0, 0)),
+    (MASKS["documents"].mask, (0, 0)),
+    (lambda b, h, i, j: i // 128 > j, (0, 0)),
+])  # fmt: skip
+def test_blocks_of_masks(mask, blocks):
+    """fa3 takes row tiles that cut none of them."""
+    variant, _ = Capturing(Setting(8192, 8192, torch.device("cpu"))).variant_of(None, mask)
+    assert mask_blocks(variant.expression) == blocks
+    bf16 = dtype_of("bf16", "")
+    problem = AttentionProblem(
+        target="sm90a", mask=MaskMode.NONE, q=bf16, kv=bf16, o=bf16, head_dim_qk=128, head_dim_vo=128, page_size=0,
+        window=False, soft_cap=False, variant=variant, rows=4096, group_size=4,
+    )  # fmt: skip
+    key = decide(problem, "quire:fa3").key
+    assert key.tile_rows == (128 if blocks[0] else 192)
+    assert FA3.tile(key).kv == (128 if blocks[1] % 128 == 0 and blocks[0] else 64)
 
 
 def test_operators_of_other_libraries():

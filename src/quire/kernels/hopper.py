@@ -18,7 +18,7 @@ from quire.kernels.attention import (
     rows_that_decide,
     tensor_core_reason,
 )
-from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, takes_registers
+from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, mask_blocks, takes_registers
 from quire.kernels.expressions.tree import Expression
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
@@ -96,7 +96,7 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     if widest <= 192 and has_score and not has_pattern_here:
         return (TileShape(128, 64 if takes_registers(expression) else 128 if widest <= 128 else 96),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
-        return (TileShape(128, 128), TileShape(192, 64))
+        return (TileShape(128, 64 if mask_blocks(expression)[1] % 128 else 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 96 if problem.kv.bits == 8 else 112),)
     if problem.pos_encoding or has_score or problem.kv.bits == 8:
@@ -112,12 +112,17 @@ def _has_distance_bias(problem: AttentionProblem) -> bool:
 
 def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
     """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other; of
-    these high ones over 8-bit keys of more than 64 dims, which are widened again for each row tile.
+    these high ones over 8-bit keys of more than 64 dims, which are widened again for each row tile. For a mask made of
+    blocks the highest tiles that cut no block.
     """
     if problem.fixed_split_size and not problem.uniform:
         widest = max(problem.head_dim_qk, problem.head_dim_vo)
         return shapes[-1 if problem.kv.bits == 8 and widest > 64 else 0].rows
-    return shapes[0].rows if problem.rows <= 2048 else shapes[-1].rows
+    if problem.rows <= 2048:
+        return shapes[0].rows
+    queries = mask_blocks(problem.variant.expression)[0] if problem.variant else 0
+    whole = (shape.rows for shape in reversed(shapes) if queries * problem.group_size % shape.rows == 0)
+    return next(whole, shapes[0].rows)
 
 
 def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:

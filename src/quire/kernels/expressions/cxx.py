@@ -302,6 +302,28 @@ def mask_heads(expression: Expression) -> int:
     return found
 
 
+@lru_cache(maxsize=1024)
+def mask_blocks(expression: Expression) -> tuple[int, int]:
+    """Queries and keys of the blocks that a mask is made of, if it is: 0 and 0 if not."""
+    queries, keys = (_block(expression.mask, name) for name in ("q_idx", "kv_idx"))
+    return (queries, keys) if queries and keys else (0, 0)
+
+
+def _block(mask: Node | None, name: str) -> int:
+    """The number by which a mask divides an index: wherever it reads it, or where it finds its place in a tensor."""
+    sizes, is_whole, is_place = 0, True, False
+    for node in () if mask is None else mask.walk():
+        if any(arg.op == "index" and arg.value == name for arg in node.args):
+            divides = node.op == "floordiv" and node.args[1].op == "const" and node.args[0].value == name
+            sizes, is_whole = math.gcd(sizes, int(node.args[1].value or 0)) if divides else sizes, is_whole and divides
+        is_place = is_place or (node.op == "read" and any(_divides(arg, name) for arg in node.args))
+    return sizes if is_whole or is_place else 0
+
+
+def _divides(node: Node, name: str) -> bool:
+    return node.op == "floordiv" and node.args[0].op == "index" and node.args[0].value == name
+
+
 def _places(expression: Expression) -> dict[str, str]:
     return {operand.name: f"o.p{i}" for i, operand in enumerate(expression.operands)}
 
