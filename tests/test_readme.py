@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-KNOBS = set(re.findall(r"QUIRE_[A-Z_]*[A-Z]", ENVIRONMENT))
+KNOBS = set(re.findall(r"QUIRE_[A-Z0-9_]*[A-Z0-9]", ENVIRONMENT))
 MEASURED = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
 
 
