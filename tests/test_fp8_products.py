@@ -254,7 +254,7 @@ def test_few_rows_and_other_options_of_forward(device, backend, dtype):
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_functions_of_flash_attention_3_choose_it_for_long_prompts(device, dtype, monkeypatch, page_size, has_scales):
-    """Twice, as the second call is recorded, and a third time, which is replayed; not if the environment forbids it."""
+    """Also a call that is recorded, one that is replayed, and one in a graph; not if the environment forbids it."""
     if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("products of 8 bits are for sm_90a")
     if dtype is not torch.bfloat16:
@@ -279,6 +279,12 @@ def test_functions_of_flash_attention_3_choose_it_for_long_prompts(device, dtype
     results = [call() for _ in range(3)]
     check(p, *results[0], **truth)
     assert all(torch.equal(out, results[0][0]) for out, _ in results)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = call()
+    captured.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(captured, results[0][0])
     monkeypatch.setenv("QUIRE_FP8_PRODUCTS", "0")
     exact, _ = flash_attn_varlen_func(p.q, *keys, causal=True, return_softmax_lse=True, **lens, **named)
     assert not torch.equal(exact, results[0][0])
