@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import quire
-from quire.kernels.expressions import reference, to_float, to_int, where
+from quire.kernels.expressions import to_float, to_int, tree, where
 from quire.kernels.expressions.cxx import render
 from quire.kernels.expressions.trace import call
 from quire.kernels.expressions.tree import FLOAT, Expression, Node
@@ -300,7 +300,7 @@ def noisy(expression: Expression, seed: int, patch: pytest.MonkeyPatch) -> tuple
     """
     source = torch.Generator().manual_seed(seed)
     extremes = torch.zeros(SCORES.shape, dtype=torch.bool)
-    exact, operate = reference._wrapped, reference._operate
+    exact, operate = tree._wrapped, tree._operate
 
     def compared(node: Node, args: list[Tensor], *more: Any) -> Tensor:
         if node.op in ("eq", "ne") and node.args[0].type == FLOAT:
@@ -323,10 +323,10 @@ def noisy(expression: Expression, seed: int, patch: pytest.MonkeyPatch) -> tuple
         )
 
     with patch.context() as context:
-        context.setattr(reference, "_wrapped", wrapped)
-        context.setattr(reference, "_operate", compared)
+        context.setattr(tree, "_wrapped", wrapped)
+        context.setattr(tree, "_operate", compared)
         values = {name: x if isinstance(x, Tensor) else torch.tensor(x) for name, x in VALUES.items()}
-        score, mask = reference.evaluate(expression, SCORES.double(), REQUEST, values)
+        score, mask = tree.evaluate(expression, SCORES.double(), REQUEST, values)
     return score, mask, extremes
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quire
-from quire.kernels.expressions import reference
+from quire.kernels.expressions import tree
 from quire.kernels.expressions.dependencies import Capturing, Setting
 
 BATCH, HEADS, Q_LEN, KV_LEN = 2, 3, 9, 14
@@ -51,7 +51,7 @@ def traced(function: Function, *, is_mask: bool = False) -> Tensor:
     if variant is None:
         return torch.ones_like(SCORES, dtype=torch.bool) if is_mask else SCORES
     values = {name: x.double() if x.is_floating_point() else x for name, x in tracer.captured.items()}
-    found = [reference.evaluate(variant.expression, SCORES[b], b, values)[is_mask] for b in range(BATCH)]
+    found = [tree.evaluate(variant.expression, SCORES[b], b, values)[is_mask] for b in range(BATCH)]
     return torch.stack(found)
 
 

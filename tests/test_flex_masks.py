@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import quire
 from quire.kernels import AttentionProblem, decide
-from quire.kernels.expressions import reference
+from quire.kernels.expressions import tree
 from quire.kernels.expressions.cxx import mask_blocks
 from quire.kernels.expressions.dependencies import Capturing, Setting
 from quire.kernels.features import MaskMode, dtype_of
@@ -219,7 +219,7 @@ def recorded(score: Function | None, mask: Function | None, sizes: tuple[int, ..
     variant, _ = tracer.variant_of(score, mask)
     values = {name: x.double() if x.is_floating_point() else x for name, x in tracer.captured.items()}
     return torch.stack(
-        [reference.evaluate(variant.expression, scores[b], b, values)[mask is not None] for b in range(sizes[0])]
+        [tree.evaluate(variant.expression, scores[b], b, values)[mask is not None] for b in range(sizes[0])]
     )
 
 

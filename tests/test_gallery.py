@@ -7,7 +7,7 @@ import torch
 
 import gallery
 import quire
-from quire.kernels.expressions import reference
+from quire.kernels.expressions import tree
 from quire.kernels.expressions.dependencies import Capturing, Setting
 from quire.kernels.expressions.variant import read_text
 
@@ -28,7 +28,7 @@ def test_pictures_are_what_kernels_compute(entry) -> None:
     tracer = Capturing(Setting(LEN, LEN, torch.device("cpu")))
     expression = read_text(tracer.text_of(names.get("score_mod"), names.get("mask_mod")))
     scores = torch.linspace(-60, 60, LEN).expand(8, LEN, LEN).double() * (entry.name == "cap")
-    found = reference.evaluate(expression, scores, 0, tracer.captured)["mask_mod" in names]
+    found = tree.evaluate(expression, scores, 0, tracer.captured)["mask_mod" in names]
     shades = gallery.drawn(entry)
     if "mask_mod" in names:
         assert torch.equal(found[gallery.HEAD].float(), shades) and 0 < shades.mean() < 1

@@ -270,8 +270,8 @@ class Variant:
         return self.expression.mask is not None
 
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        """Attention in float64 on the CPU, for tests: see quire.kernels.expressions.reference.attention()."""
-        from quire.kernels.expressions.reference import attention
+        """Attention in float64 on the CPU, for tests: see attention() in expressions/tree.py."""
+        from quire.kernels.expressions.tree import attention
 
         return attention(self.expression, q, k, v, **options)
 
