@@ -37,10 +37,10 @@ struct ExpressionOf<V, true> {
                                                                 V::kOperandsAt)) {}
 };
 
-// What rows of a row tile see of each KV tile under the expression's mask, as plan() has found out: a byte for each work
-// unit of the KV head. Where the mask depends on the head, KV heads have block masks of their own, unless those would
-// take too much memory: block_mask_stride is then 0. Variant::kMaskHeads: for how many neighbouring query heads the mask
-// is the same; 0: for all.
+// What rows of a row tile see of each KV tile under the expression's mask, as plan() has found out: a byte for each
+// work unit of the KV head. Where the mask depends on the head, KV heads have block masks of their own, unless those
+// would take too much memory: block_mask_stride is then 0. Variant::kMaskHeads: for how many neighbouring query heads
+// the mask is the same; 0: for all.
 template <class V>
 QUIRE_HD const uint8_t* block_mask_of(const ExpressionOf<V>& x, int kv_head) {
   if constexpr (V::kMaskHeads != 0) return x.operands.block_mask + kv_head * x.operands.block_mask_stride;

@@ -141,7 +141,8 @@ struct SeenKeys {
   bool hides;             // whether some row of the warp does not see some key
 
   // If four rows belong to one query, they divide its keys among them, unless the mask differs between heads of the
-  // group. All lanes take the same steps, because ptxas otherwise does not know that lanes are converged in what follows.
+  // group. All lanes take the same steps, because ptxas otherwise does not know that lanes are converged in what
+  // follows.
   QUIRE_DEVICE void read(const ExpressionOf<V>& expression, const LogitsTile<V>& tile) {
     const bool is_shared = V::kMaskHeads % tile.group.divisor == 0 && tile.group.divisor % 4 == 0;
     const int share = is_shared ? 4 : 1, part = is_shared ? tile.lane / 4 % 4 : 0;
