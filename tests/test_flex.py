@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, noop_mask
 
 import quire
+from quire.attention import flex
 from quire.engine import plan_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 70
@@ -121,6 +122,23 @@ def test_a_plan_is_kept_with_its_block_mask():
     assert [*plans] == known
     assert torch.equal(quire.flex_attention(q[:1], k[:1], v[:1], block_mask=mask), first[:1])
     assert len({*plans} - {*known}) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_repeated_calls_only_launch(mode, monkeypatch):
+    """Also in inference mode, whose tensors count no changes: a block mask then stands for its tensors."""
+    with mode():
+        q, k, v = draw("cpu", HEADS, Q_LEN, torch.float32), *(draw("cpu", KV_HEADS, KV_LEN, torch.float32),) * 2
+        slopes, document = SLOPES.clone(), DOCUMENT.clone()
+        shown = and_masks(causal, lambda b, h, i, j: document[b, i] == document[b, j])
+        mask = create_block_mask(shown, BATCH, None, Q_LEN, KV_LEN, device="cpu")
+        for step in range(5):
+            if step == 3:
+                monkeypatch.setattr(flex, "_attend", None)
+            slopes = slopes * 0.5
+            score = lambda score, b, h, i, j, by=slopes: score + by[h] * j  # noqa: E731
+            o = quire.flex_attention(q, k, v, score, mask, enable_gqa=True)
+            assert (o - reference(q, k, v, score, shown)[0]).abs().max() < 1e-5
 
 
 def parts(device: str) -> dict[str, tuple[object, tuple[bool, int, bool]]]:

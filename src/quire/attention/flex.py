@@ -101,8 +101,8 @@ def flex_attention(
     are no multiples of 16 bytes, and the smaller ones where some lie head by head and others token by token. Head dims
     that kernels do not have (below 32, or no multiple of 8) are padded with zeros. The result has the order of the
     query, as in torch. The same functions are traced once, and the plan of a block mask serves all layers that use it:
-    create a new block mask when its tensors change. After one call of the same shapes, the call may be captured in a
-    CUDA graph.
+    create a new block mask when its tensors change, which is not noticed in inference mode. After one call of the same
+    shapes, the call may be captured in a CUDA graph.
 
     torch.compile(fullgraph=True), torch.export and make_fx record it as an operator: tensors that functions capture are
     inputs of the graph. Integers that differ between calls are constants of a kernel, as outside of graphs.
@@ -149,7 +149,7 @@ def _call(
     for i in trace.of_mask.values():
         sources.append(tensors[i])
     options = trace.key, scale, type(scale), enable_gqa, return_lse, return_most
-    return repeated(options, given, _attend, (*args, known), sources=sources)
+    return repeated(options, given, _attend, (*args, known), sources=sources, are_constant=True)
 
 
 def _with_aux(return_aux: Any, return_lse: bool, *args: Any) -> Any:
@@ -252,7 +252,7 @@ def _planned(
     return plan_of(
         ("flex", options, requests, q_len, kv_len),
         traced.sources if block_mask is None else (block_mask, *traced.sources), device,
-        lambda: AttentionSpec(indices(requests), options, operands=of_mask),
+        lambda: AttentionSpec(indices(requests), options, operands=of_mask), are_constant=True,
     )  # fmt: skip
 
 
@@ -345,7 +345,7 @@ def _of_graph(
         sources.append(tensors[i])
     options = functions, (*numbers,), (*sizes,), scale, enable_gqa, return_lse, return_most
     args = query, key, value, functions, tensors, (*numbers,), lists, sizes, scale, enable_gqa, return_lse, return_most
-    return repeated(options, given, _compute, args, sources=sources)  # type: ignore[no-any-return]
+    return repeated(options, given, _compute, args, sources=sources, are_constant=True)  # type: ignore[no-any-return]
 
 
 def _compute(

@@ -74,12 +74,13 @@ _known = _Known()
 
 def repeated(
     key: Hashable, tensors: Sequence[torch.Tensor], function: Callable[..., Any], args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = _NO_KWARGS, sources: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = _NO_KWARGS, sources: Sequence[Any] = (), are_constant: bool = False,
 ) -> Any:  # fmt: skip
     """function(*args, **kwargs), or a replay of a call with an equal key and tensors of the same signature.
 
     What the result depends on beside the tensors is in the key. sources: objects that a plan was made from, which must
-    be the same, and tensors among them unchanged; the call finds the plan by them itself (plan_cache.py).
+    be the same, and tensors among them unchanged; the call finds the plan by them itself (plan_cache.py). are_constant:
+    see versions_of().
     """
     first = tensors[0]
     index = first.get_device()
@@ -90,7 +91,7 @@ def repeated(
     if not config.says_nothing_of_results():
         key = key, config.is_deterministic(), config.multiplies_8_bits()
     if sources:
-        versions = versions_of(sources)
+        versions = versions_of(sources, are_constant)
         if versions is None:
             return function(*args, **kwargs)
         key = key, versions, *map(id, sources)
@@ -111,15 +112,21 @@ def repeated(
     return result
 
 
-def versions_of(sources: Sequence[Any]) -> tuple[int, ...] | None:
-    """How often the tensors among sources were changed; None if one does not count it, as in inference mode."""
+def versions_of(sources: Sequence[Any], are_constant: bool = False) -> tuple[int, ...] | None:
+    """How often the tensors among sources were changed; None if one does not count it, as in inference mode.
+
+    are_constant: those that do not count it are never changed.
+    """
     versions = []
     try:
         for source in sources:
             if isinstance(source, torch.Tensor):
                 versions.append(source._version)
     except RuntimeError:  # of inference mode
-        return None
+        if not are_constant:
+            return None
+        tensors = [source for source in sources if isinstance(source, torch.Tensor)]
+        return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
     return tuple(versions)
 
 
@@ -247,15 +254,16 @@ _plans = _Plans()
 
 
 def plan_of(
-    key: Hashable, sources: Sequence[Any], device: torch.device, make: Callable[[], AttentionSpec]
-) -> Attention:
+    key: Hashable, sources: Sequence[Any], device: torch.device, make: Callable[[], AttentionSpec],
+    are_constant: bool = False,
+) -> Attention:  # fmt: skip
     """The plan of make(), whose tensors are in the order of NHD.
 
     key: everything that decides the plan but `sources`, objects (tensors, block masks) that must be the same, and
     tensors among them unchanged. Nothing is kept in a capture, or for tensors that do not count changes (inference
-    mode).
+    mode), unless they are constant.
     """
-    versions = None if is_capturing(device) else versions_of(sources)
+    versions = None if is_capturing(device) else versions_of(sources, are_constant)
     if versions is None:
         return new_plan(make(), device)
     key = key, device, current_stream(device), versions, *map(id, sources)
