@@ -369,7 +369,7 @@ class Passes(Gather):
         message = sent[: sizes[rank]]
         for step in range(size):
             source = (rank - step) % size
-            arriving = sent.new_empty(sizes[source - 1])
+            arriving = sent.new_empty(sizes[source - 1] if step < size - 1 else 0)
             ends = ((dist.isend, message, after), (dist.irecv, arriving, before)) if step < size - 1 else ()
             pairs = [dist.P2POp(op, tensor, peer, group) for op, tensor, peer in ends if len(tensor)]
             with naming_ranks(self._ranks, "ring", before, after):
@@ -394,6 +394,7 @@ class PeerReads(Gather):
 
     def sent(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         if self._memory is None or (self._memory.shape, self._memory.dtype) != (torch.Size(shape), like.dtype):
+            torch.cuda.synchronize(like.device)  # no rank reads the memory that there was
             self._memory, self._handle, self._peers = peer_memory(self._ranks, shape, like.dtype, like.device)
             self._patience = timeout_of(self._ranks, like.device)
             self._stream = torch.cuda.Stream(like.device, priority=-1)  # type: ignore[no-untyped-call]

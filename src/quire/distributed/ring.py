@@ -195,19 +195,26 @@ class _Part(NamedTuple):
         qo_lens = before, queries[:, first:].sum(1), none
         return [_Launch(_flat(*qo_lens), _flat(none, found[:, :count].sum(1), found[:, count:].sum(1)))]
 
-    def placed(self, source: int, causal: bool) -> list[_Launch]:
+    def placed(self, source: int, causal: bool, window_left: int) -> list[_Launch]:
         """Of the keys of a rank, with their places: a launch for each of its chunks, which are consecutive."""
         queries, found = self.counts(self.layout, self.rank).sum(1), self.counts(self.keys, source)
-        none, own = torch.zeros_like(queries), source == self.rank
-        hides = causal and self.keys is self.layout and not own
-        latest = self.layout.chunks(self.rank)[-1]
+        none = torch.zeros_like(queries)
         return [
             _Launch(
                 _flat(none, queries, none), _flat(found[:, :i].sum(1), found[:, i], found[:, i + 1 :].sum(1)),
                 first_key=self.keys.begin(chunk),
             )
-            for i, chunk in enumerate(self.keys.chunks(source)) if not hides or chunk < latest
+            for i, chunk in enumerate(self.keys.chunks(source))
+            if source == self.rank or self._sees(chunk, causal, window_left)
         ]  # fmt: skip
+
+    def _sees(self, chunk: int, causal: bool, window_left: int) -> bool:
+        """Whether a causal mask and a window leave anything of a chunk of keys."""
+        if self.keys is not self.layout:
+            return True
+        own, ends = self.layout.chunks(self.rank), self.keys.begin(chunk) + self.keys.length(chunk)
+        is_near = window_left < 0 or bool((ends > self.layout.begin(own[0]) - window_left).any())
+        return is_near and (not causal or chunk < own[-1])
 
     def places(self, launch: _Launch) -> dict[str, torch.Tensor]:
         """The tables that a variant over whole sequences reads in a launch; none where it reads no index."""
@@ -306,7 +313,10 @@ class RingAttention:
         wants_places = self._variant is not None and reads_indices(self._variant)
         is_placed = wants_places or window_left >= 0 or (causal and part.keys is not layout)
         variant = variant_under(self._variant, causal and is_placed, window_left, first_head)
-        launches = [(part.placed if is_placed else part.plain)(source, causal) for source in range(layout.num_ranks)]
+        launches = [
+            part.placed(source, causal, window_left) if is_placed else part.plain(source, causal)
+            for source in range(layout.num_ranks)
+        ]
         flat = [launch for each in launches for launch in each]
         remapped = self._remapped_of(variant, part, flat, first_head + heads[0])
         given = [operands] * len(flat) if remapped is None else remapped.of_plan(operands)
