@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import quire
 from quire import cli
+from quire.cli import speed
 from quire.cli.aot import read_manifest
 from quire.cli.bench import Row, Worker, _judge, measure, order_bound, read_batches
 from quire.engine.schedule import Lengths
@@ -271,3 +273,61 @@ def test_lengths_that_a_device_knows_are_recorded(tmp_path: Path) -> None:
     assert _grouped(rows) == [[1, 3, 50], [1, 1, 3]]
     ragged = Lengths(None, None, 0, 0, qo_indptr=rows.qo_indptr, kv_indptr=torch.tensor([0, 9, 11]), num_tokens=11)
     assert _grouped(ragged) == [[1, 3, 9], [1, 1, 2]]
+
+
+# --- without a record ------------------------------------------------------------------------------------------------
+
+SMALL = speed.Row("a small decode", [1] * 3, [40] * 3, (4, 2), 64)
+
+
+def test_libraries_beside_quire_are_timed_if_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(batch: speed.Batch) -> speed.Launch:
+        return lambda: torch.zeros_like(batch.q)
+
+    def broken(_: speed.Batch) -> speed.Launch:
+        raise RuntimeError("no kernel\nat all")
+
+    ours = [entry for entry in speed._LIBRARIES if entry[0] in ("quire", "torch")]
+    others = [("torch", "Wrong", wrong), ("torch", "Broken", broken), ("no_such_package", "Absent", wrong)]
+    monkeypatch.setattr(speed, "_LIBRARIES", (*ours, *others))
+    measured = speed.measure(SMALL, torch.device("cpu"), torch.float32, 0.1)
+    assert set(measured.seconds) == {"Quire", "torch"} and all(taken > 0 for taken in measured.seconds.values())
+    assert measured.reasons["Broken"] == "RuntimeError: no kernel" and "differs by 1.000" in measured.reasons["Wrong"]
+    assert measured.rival == ("torch", measured.seconds["torch"])
+
+
+@pytest.mark.parametrize("row", speed.rows_for(on_gpu=False), ids=lambda row: row.name)
+def test_torch_computes_the_same_rows(row: speed.Row) -> None:
+    small = row._replace(new=[min(n, 7) for n in row.new], lens=[min(n, 50) for n in row.lens])
+    if row.new == row.lens:
+        small = small._replace(lens=small.new)
+    launches, reasons = speed._launches(speed.Batch(small, torch.device("cpu"), torch.float32))
+    assert not reasons
+    assert ("torch" in launches) == (not row.latents and len(set(small.lens)) == 1)
+
+
+def test_the_table_and_the_picture_name_the_fastest_rival() -> None:
+    measured = [
+        speed.Measured("decode", {"Quire": 2e-4, "torch": 5e-4, "FlashInfer": 3e-4}, {"FlashMLA": "no <GPU>"}),
+        speed.Measured("prefill", {"Quire": 1.5e-3}, {}),
+    ]
+    table = speed.markdown("a machine", measured)
+    assert "| decode | 200 us | 500 us | 300 us | 1.50 |" in table and "| prefill | 1.50 ms |  |  |  |" in table
+    assert "- FlashMLA, decode: no <GPU>" in table
+    image = speed.picture("a <machine>", measured)
+    assert "1.50 (FlashInfer)" in image and ElementTree.fromstring(image).tag.endswith("svg")
+    assert "no other library" in speed.picture("a machine", measured[1:])
+
+
+@pytest.mark.slow
+def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(speed, "rows_for", lambda on_gpu: [SMALL])
+    assert cli.main(["bench", "--seconds", "1", "--out", str(tmp_path / "mine"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["row"] == "a small decode" and row["seconds"]["Quire"] > 0
+    assert (tmp_path / "mine.md").read_text().count("|") > 8 and (tmp_path / "mine.svg").exists()
+
+
+def test_versions_are_compared_on_records_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--against", "python3"]) == 2
+    assert "expected --recorded FILE" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import pytest
 import quire
 from quire import jit
 from quire.cli import aot, candidates, catalogue, main, new_parser
+from quire.cli import cache as cache_commands
 from quire.jit import builder, events, stores
 from stub_compiler import compiles, write_stub
 
@@ -440,7 +442,9 @@ def test_ctrl_c_stops_at_once_and_keeps_what_is_built(group: bool, cache: Path, 
 
 
 def test_no_log_line_breaks_the_bar(cache: Path) -> None:
-    """On a terminal of 80 columns: neither lines of progress nor slugs, only the bar, then the results on stdout."""
+    """On a terminal of 80 columns: neither lines of progress nor slugs, only the bar with the variant in words, then
+    the results on stdout.
+    """
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "quire", "warmup", "--exact", *SLUGS],
@@ -453,7 +457,8 @@ def test_no_log_line_breaks_the_bar(cache: Path) -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and b"3 built" in out
     assert b"3/3" in shown
-    assert b"compiling" not in shown and b"append" not in shown
+    assert b"compiling" not in shown and b"append." not in shown
+    assert f"packbits, for {HOST}".encode() in shown
 
 
 def _read(descriptor: int) -> bytes:
@@ -566,3 +571,58 @@ def test_the_line_of_each_kernel_names_its_variant(name: str, quire_: Quire) -> 
             status, out, err = quire_("warmup", "--dry-run", "--json", *spec.warmup.split())
             assert status == 0, err
             assert spec.slug in {variant["slug"] for variant in json.loads(out)["variants"]}
+
+
+# --- what costs something is asked for -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default list of two variants."""
+    monkeypatch.setattr(cache_commands, "select", lambda *_, **__: [aot.spec_of(slug) for slug in SLUGS])
+
+
+def test_the_default_list_is_built_on_request_alone(quire_: Quire, cache: Path, small_list: None) -> None:
+    status, out, err = quire_("warmup")
+    assert (status, out) == (2, "") and not cache.exists()
+    assert f"the default list: {len(SLUGS)} variants, " in err and "s of one core" in err and "--yes" in err
+    assert quire_("warmup", "--json")[0] == 2
+    assert quire_("warmup", "--dry-run")[0] == 0
+    assert quire_("warmup", "--yes")[0] == 0
+    assert quire_("warmup")[0] == 0, "nothing is left to build"
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y", 0), ("Yes", 0), ("", 2), ("n", 2)])
+def test_a_terminal_is_asked(
+    answer: str, status: int, quire_: Quire, small_list: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
+    assert quire_("warmup")[0] == status
+    assert asked == ["Build it? [y/N] "]
+
+
+@pytest.mark.parametrize(
+    ("slug", "words"),
+    [
+        ("attention_fa3.sm90a.bf16-e4m3-bf16.d192-128.paged16.causal-window.m128",
+         "fa3 bf16 over e4m3, 192/128 dims, pages of 16, causal + window, for sm90a"),
+        ("attention_decode.sm80.fp16-fp16-fp16.d64-64.paged.none.m16",
+         "decode fp16, 64 dims, pages, no mask, for sm80"),
+        ("attention_cpu.x86-64-v4.fp32-fp32-fp32.d64-64.ragged.none-cap.m16",
+         "cpu fp32, 64 dims, ragged, no mask + cap, for x86-64-v4"),
+        ("append_nvfp4.sm90a.bf16.v8", "append nvfp4, for sm90a"),
+    ],
+)  # fmt: skip
+def test_variants_in_words(slug: str, words: str) -> None:
+    assert catalogue.in_words(slug) == words
+
+
+def test_the_schedule_is_drawn(quire_: Quire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delenv("QUIRE_CXX")
+    place = tmp_path / "schedule.html"
+    status, out, _ = quire_("viz", "--no-timeline", "--kv-lens", "300,20", "--threads", "1", "--out", str(place))
+    assert status == 0 and f"wrote {place}" in out and "<svg" in place.read_text()
+    assert quire_("viz", "--heads", "many")[0] == 2

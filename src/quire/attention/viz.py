@@ -283,7 +283,7 @@ td, th {{ padding: 2px 14px 2px 0; text-align: left }}
 """
 
 
-# --- python -m quire.viz ---------------------------------------------------------------------------------------------
+# --- quire viz -------------------------------------------------------------------------------------------------------
 
 
 def _numbers(text: str) -> list[int]:
@@ -337,9 +337,9 @@ def _offsets(lens: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *lens], device="cpu").cumsum(0).int()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m quire.viz") -> None:
     """Plan a batch, compute it, and write a page about it."""
-    parser = argparse.ArgumentParser(prog="python -m quire.viz", description="Draw who computes what under a plan.")
+    parser = argparse.ArgumentParser(prog=prog, description="Draw who computes what under a plan.")
     parser.add_argument("--out", type=Path, default=Path("schedule.html"), help="file to write (default schedule.html)")
     parser.add_argument("--qo-lens", type=_numbers, default=[1], help="queries of each request, or of all (default 1)")
     parser.add_argument("--kv-lens", type=_numbers, default=[8000, 2000, 900, 900, 300, 300, 300, 50], help="keys")

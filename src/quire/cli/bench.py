@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quire.cli import add_command, checked, count, print_table, replay, tell
+from quire.cli import add_command, checked, count, print_table, replay, speed, tell
 from quire.errors import ValidationError
 from quire.jit.config import environment_with
 
@@ -208,10 +208,12 @@ def compare(
 def add_commands(commands: Any) -> None:
     """Add `bench` to the parser."""
     bench = add_command(
-        commands, "bench", _bench, "replay recorded batches, and compare versions",
-        "Replay the batches of a record. With --against, exit status 1 if any is slower than the limit.",
+        commands, "bench", _bench, "measure attention on this machine, or replay recorded batches",
+        "Measure attention of Quire and of the libraries beside it, and write a table and a picture. With --recorded, "
+        "replay the batches of a record; with --against, exit status 1 if any is slower than the limit.",
     )  # fmt: skip
-    bench.add_argument("--recorded", type=Path, required=True, metavar="FILE", help="what QUIRE_RECORD wrote")
+    bench.add_argument("--out", type=Path, default=Path("quire-bench"), metavar="FILE", help="default: quire-bench")
+    bench.add_argument("--recorded", type=Path, metavar="FILE", help="what QUIRE_RECORD wrote")
     bench.add_argument(
         "--against", metavar="PYTHON|RESULT", help="the interpreter of another version, or a file of --save"
     )
@@ -259,6 +261,10 @@ def _work(line: dict[str, Any]) -> float:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.recorded is None:
+        if options.against or options.save:
+            raise ValidationError("bench: expected --recorded FILE with --against or --save, got none.")
+        return speed.run(options)
     batches, others = read_batches(options.recorded, options.most)
     rows, saved, pythons = [Row(batch) for batch in batches], dict[str, Any](), [options.python]
     if options.against is not None and options.against.endswith(".json"):

@@ -1,4 +1,4 @@
-"""`quire warmup` fills the cache ahead, `quire plan-for` prints what a model needs, `quire cache` manages it."""
+"""`quire warmup` fills the cache ahead, `quire cache` manages it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from typing import Any
 from quire import cli
 from quire.cli import add_command, presets, print_table, provenance, spell_bytes, spell_seconds, tell
 from quire.cli.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
-from quire.cli.catalogue import Estimate, estimate
+from quire.cli.catalogue import cost_of, in_words, targets_of
 from quire.errors import CacheError, QuireError, ValidationError
-from quire.jit import Manifest, Spec, Store, config, explain_miss, host_target, lookup, request_parts
+from quire.jit import Manifest, Spec, Store, config, explain_miss, lookup, request_parts
 from quire.jit.archive import Pin, export_entries, import_entries, read_lock, write_lock
-from quire.jit.machine import present_targets
 from quire.jit.stores import kept_entries, outdated, prebuilt_stores, require_times_of_use, sweep, to_remove, user_store
 from quire.kernels import KERNELS
 from quire.kernels.expressions.variant import Variant
@@ -31,9 +30,8 @@ from quire.kernels.features import DTYPES, mask_words
 
 
 def add_commands(commands: Any) -> None:
-    """Add `warmup`, `plan-for` and `cache` to the parser."""
+    """Add `warmup` and `cache` to the parser."""
     _add_warmup(commands)
-    _add_plan_for(commands)
     _add_cache(commands)
 
 
@@ -74,24 +72,13 @@ def _add_warmup(commands: Any) -> None:
     )
     warmup.add_argument("--store", type=Path, metavar="DIR", help="fill this directory instead of the user's cache")
     warmup.add_argument("--dry-run", action="store_true", help="list what would be compiled, compile nothing")
+    warmup.add_argument("--yes", action="store_true", help="build the default list, where nothing else is named")
     warmup.add_argument(
         "--lock", type=Path, metavar="FILE", help="write the digests of these entries, such as quire.lock"
     )
     warmup.add_argument(
         "--locked", type=Path, metavar="FILE", help="variants of a lock; entries with other digests fail"
     )
-
-
-def _add_plan_for(commands: Any) -> None:
-    plan = add_command(
-        commands, "plan-for", _plan_for, "what serving a model needs, in variants, seconds and bytes",
-        "List the variants that serving a model needs, with estimated seconds and bytes.",
-    )  # fmt: skip
-    plan.add_argument(
-        "config", type=cli.checked(presets.read_config), metavar="CONFIG",
-        help="a Hugging Face config.json, with options: config.json,tp=8,kv=e4m3,page=16,graph",
-    )  # fmt: skip
-    plan.add_argument("--arch", type=cli.targets, help="GPU architectures (default: those of this machine)")
 
 
 def _presets(text: str) -> tuple[Any, ...]:
@@ -116,6 +103,10 @@ def _variant(text: str) -> Variant:
 # --- warmup ----------------------------------------------------------------------------------------------------------
 
 
+#: Options that say what to build, beside those of a Selection.
+_NAMING = ("slugs", "manifest", "preset", "arch", "locked")
+
+
 def _warmup(options: argparse.Namespace) -> int:
     start, pins = perf_counter(), None if options.locked is None else _read_lock(options)
     specs = list({spec.slug: spec for spec in (_wanted(options) if pins is None else map(spec_of, pins))}.values())
@@ -123,6 +114,8 @@ def _warmup(options: argparse.Namespace) -> int:
     if not specs:
         raise ValidationError("warmup: no kernel takes any variant of this selection; see --backend, --arch, --dtype.")
     store = None if options.store is None else Store(options.store.expanduser().absolute())
+    if not (_is_named(options) or options.dry_run or options.yes or _agreed(specs, options.json)):
+        return cli.USAGE
     dry_run = options.dry_run or _is_complete(specs, store)
     results = _build(specs, options, store, dry_run, pins)
     if options.lock is not None:
@@ -131,6 +124,24 @@ def _warmup(options: argparse.Namespace) -> int:
     show = partial(_print_results, results, seconds)
     tell(options, show, variants=[asdict(r) for r in results], seconds=round(seconds, 3))
     return int(any(result.status == "failed" for result in results))
+
+
+def _is_named(options: argparse.Namespace) -> bool:
+    """Whether the command line says what to build."""
+    return bool(_chosen(options) or any(getattr(options, name) for name in _NAMING))
+
+
+def _agreed(specs: list[Spec], as_json: bool) -> bool:
+    """Whether the user wants the default list, once it is known what it costs."""
+    cost = cost_of(specs)
+    if not cost.missing:
+        return True
+    print(f"the default list: {cost}", file=sys.stderr)
+    print("what one model needs: quire warmup --preset config.json,vllm; see quire warmup --help", file=sys.stderr)
+    if as_json or not sys.stdin.isatty():
+        print("quire warmup: expected what to build, or --yes for the default list", file=sys.stderr)
+        return False
+    return input("Build it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _read_lock(options: argparse.Namespace) -> dict[str, Pin]:
@@ -176,7 +187,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
 
 def _of_preset(preset: Any, chosen: dict[str, Any], arch: tuple[str, ...] | None) -> list[Spec]:
     backends = chosen.get("backends")
-    targets = _targets(arch, with_host=bool(backends and "cpu" in backends))
+    targets = targets_of(arch, with_host=bool(backends and "cpu" in backends))
     if isinstance(preset, presets.Serving):
         if chosen:
             raise ValidationError("--preset CONFIG: the model decides the variants; only --arch goes with it.")
@@ -188,11 +199,6 @@ def _of_preset(preset: Any, chosen: dict[str, Any], arch: tuple[str, ...] | None
     return select(selection, given=(*chosen, *(("targets",) if arch else ())))
 
 
-def _targets(arch: tuple[str, ...] | None, *, with_host: bool) -> tuple[str, ...]:
-    targets = arch or config.arch_list() or present_targets()
-    return (*targets, host_target(matrix_unit=True)) if not arch and (not targets or with_host) else targets
-
-
 def _build(
     specs: list[Spec], options: argparse.Namespace, store: Store | None, dry_run: bool, pins: dict[str, Pin] | None
 ) -> list[Built]:
@@ -202,7 +208,7 @@ def _build(
 
         def done(result: Built) -> None:
             built.append(result)
-            advance()
+            advance(in_words(result.slug))
 
         try:
             return warm(specs, jobs=options.jobs, store=store, dry_run=dry_run, done=done, pins=pins)
@@ -213,22 +219,24 @@ def _build(
 
 
 @contextmanager
-def _progress_bar(total: int, *, visible: bool) -> Iterator[Callable[[], None]]:
+def _progress_bar(total: int, *, visible: bool) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr, which replaces progress lines; warnings are printed above it."""
     if not visible:
-        yield lambda: None
+        yield lambda _: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=44))
+    columns = (BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), words)
     logger = logging.getLogger("quire")
     with Progress(*columns, console=Console(stderr=True)) as progress:
         handler = _AboveTheBar(progress.console)
         logger.addHandler(handler)
         task = progress.add_task("variants", total=total)
         try:
-            yield lambda: progress.update(task, advance=1)
+            yield lambda words: progress.update(task, advance=1, description=words)
         finally:
             logger.removeHandler(handler)
 
@@ -251,30 +259,6 @@ def _print_results(results: list[Built], seconds: float) -> None:
             print(result.error)
     counts = {status: sum(r.status == status for r in results) for status in ("hit", "built", "missing", "failed")}
     print(", ".join(f"{n} {status}" for status, n in counts.items() if n) + f" in {seconds:.1f} s")
-
-
-# --- plan-for --------------------------------------------------------------------------------------------------------
-
-
-def _plan_for(options: argparse.Namespace) -> int:
-    needs = [presets.needs(options.config, target) for target in _targets(options.arch, with_host=False)]
-    estimates = [estimate(spec) for spec in {s.slug: s for need in needs for s in need.specs}.values()]
-    refusals = list(dict.fromkeys(refusal for need in needs for refusal in need.refusals))
-    show, variants = partial(_print_plan, estimates, refusals), [asdict(e) for e in estimates]
-    tell(options, show, variants=variants, refused=refusals, model=asdict(options.config))
-    return int(bool(refusals))
-
-
-def _print_plan(estimates: list[Estimate], refusals: list[str]) -> None:
-    rows = [(e.slug, f"{e.seconds:.1f} s", spell_bytes(e.bytes), "yes" if e.cached else "no") for e in estimates]
-    print_table(("variant", "compile", "size", "cached"), rows)
-    missing = [e for e in estimates if not e.cached]
-    print(
-        f"{len(estimates)} variants, {spell_bytes(sum(e.bytes for e in estimates))}; {len(missing)} to compile, "
-        f"about {sum(e.seconds for e in missing):.0f} s of one core"
-    )
-    for refusal in refusals:
-        print(f"not possible: {refusal}")
 
 
 # --- cache -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`quire matrix` prints which kernels run where, `quire show` describes one variant; what a variant costs to build.
+"""`quire matrix` prints which kernels run where, `quire show` describes a variant, `quire plan-for` what a model needs.
 
 Whether a kernel takes a problem, and what its variant costs, needs no compiler, GPU or torch.
 """
@@ -6,24 +6,25 @@ Whether a kernel takes a problem, and what its variant costs, needs no compiler,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import quire
 from quire import cli
-from quire.cli import add_command, print_table, spell_bytes, tell
+from quire.cli import add_command, presets, print_table, spell_bytes, tell
 from quire.cli.aot import spec_of
 from quire.errors import QuireError, ValidationError
-from quire.jit import Manifest, Spec, explain_miss, host_target, lookup, render_unit
+from quire.jit import Manifest, Spec, config, explain_miss, host_target, lookup, render_unit
 from quire.jit.doctor import examine
+from quire.jit.machine import present_targets
 from quire.jit.stores import prebuilt_stores, user_store
 from quire.jit.toolchain import for_target
 from quire.kernels import KERNELS, AttentionKernel, AttentionProblem, decide
-from quire.kernels.attention import MLA_DIMS
+from quire.kernels.attention import MLA_DIMS, AttentionKey
 from quire.kernels.features import dtype_of, kv_dtype_of, read_mask
 
 #: GPUs and processors on which variants were compared with the oracle.
@@ -54,7 +55,7 @@ def state(target: str) -> str:
 
 
 def add_commands(commands: Any) -> None:
-    """Add `matrix`, `show` and `doctor` to the parser."""
+    """Add `matrix`, `show`, `plan-for`, `viz` and `doctor` to the parser."""
     matrix = add_command(
         commands, "matrix", _matrix, "which kernels run where",
         "Say which kernels take which number types on which targets. Nothing is compiled.",
@@ -69,8 +70,36 @@ def add_commands(commands: Any) -> None:
     show = add_command(commands, "show", _show, "what a variant is", "Say what a variant is and how it is built.")
     show.add_argument("slug", metavar="SLUG")
     show.add_argument("--source", action="store_true", help="print the unit that is compiled")
+    _add_plan_for(commands)
+    _add_viz(commands)
     text = "find what keeps Quire from compiling, caching or loading"
     add_command(commands, "doctor", _doctor, text, f"{text.capitalize()}. Exit status 1 if there is a fault.")
+
+
+def _add_plan_for(commands: Any) -> None:
+    plan = add_command(
+        commands, "plan-for", _plan_for, "what serving a model needs, in variants, seconds and bytes",
+        "List the variants that serving a model needs, with estimated seconds and bytes.",
+    )  # fmt: skip
+    plan.add_argument(
+        "config", type=cli.checked(presets.read_config), metavar="CONFIG",
+        help="a Hugging Face config.json, with options: config.json,tp=8,kv=e4m3,page=16,graph",
+    )  # fmt: skip
+    plan.add_argument("--arch", type=cli.targets, help="GPU architectures (default: those of this machine)")
+
+
+def _add_viz(commands: Any) -> None:
+    """Its arguments are those of quire.attention.viz, which imports torch."""
+    viz = commands.add_parser("viz", help="draw who computes what under a plan", prefix_chars="\0", add_help=False)
+    viz.add_argument("words", nargs="*")
+    viz.set_defaults(run=_viz)
+
+
+def _viz(options: argparse.Namespace) -> int:
+    from quire.attention import viz
+
+    viz.main(options.words, "quire viz")
+    return 0
 
 
 # --- matrix ----------------------------------------------------------------------------------------------------------
@@ -195,6 +224,32 @@ def _doctor(options: argparse.Namespace) -> int:
     return int(bool(faults))
 
 
+def targets_of(arch: tuple[str, ...] | None, *, with_host: bool) -> tuple[str, ...]:
+    """What to build for: --arch, or what the environment says, or the GPUs that are present; else this host."""
+    targets = arch or config.arch_list() or present_targets()
+    return (*targets, host_target(matrix_unit=True)) if not arch and (not targets or with_host) else targets
+
+
+# --- plan-for --------------------------------------------------------------------------------------------------------
+
+
+def _plan_for(options: argparse.Namespace) -> int:
+    needs = [presets.needs(options.config, target) for target in targets_of(options.arch, with_host=False)]
+    estimates = [estimate(spec) for spec in {s.slug: s for need in needs for s in need.specs}.values()]
+    refusals = list(dict.fromkeys(refusal for need in needs for refusal in need.refusals))
+    show, variants = partial(_print_plan, estimates, refusals), [asdict(e) for e in estimates]
+    tell(options, show, variants=variants, refused=refusals, model=asdict(options.config))
+    return int(bool(refusals))
+
+
+def _print_plan(estimates: list[Estimate], refusals: list[str]) -> None:
+    rows = [(e.slug, f"{e.seconds:.1f} s", spell_bytes(e.bytes), "yes" if e.cached else "no") for e in estimates]
+    print_table(("variant", "compile", "size", "cached"), rows)
+    print(Cost(estimates))
+    for refusal in refusals:
+        print(f"not possible: {refusal}")
+
+
 # --- estimates -------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +267,40 @@ _TYPICAL: Mapping[str, tuple[float, int]] = {
     "attention_mla_cpu": (1.3, 60_000),
 }
 _TYPICAL_OPERATION = (0.5, 12_000)
+
+
+class Cost(NamedTuple):
+    """What a list of variants takes."""
+
+    estimates: Sequence[Estimate]
+
+    @property
+    def missing(self) -> list[Estimate]:
+        """Of those that have to be compiled."""
+        return [estimate for estimate in self.estimates if not estimate.cached]
+
+    def __str__(self) -> str:
+        size, seconds = sum(e.bytes for e in self.estimates), sum(e.seconds for e in self.missing)
+        todo = f"{len(self.missing)} to compile, about {seconds:.0f} s of one core"
+        return f"{len(self.estimates)} variants, {spell_bytes(size)}; {todo}"
+
+
+def cost_of(specs: Iterable[Spec]) -> Cost:
+    """The cost of building variants, as far as they are not cached."""
+    return Cost([estimate(spec) for spec in specs])
+
+
+def in_words(slug: str) -> str:
+    """ "fa3 bf16, 128 dims, pages of 16, causal, for sm90a": a variant for readers."""
+    if not slug.startswith("attention_"):
+        name, target, *_ = slug.split(".")
+        return f"{name.replace('_', ' ')}, for {target}"
+    key = AttentionKey.parse(slug)
+    types = key.q.slug if key.q is key.kv else f"{key.q.slug} over {key.kv.slug}"
+    dims = "/".join(str(dim) for dim in dict.fromkeys((key.head_dim_qk, key.head_dim_vo)))
+    pages = f"pages of {key.page_size}" if key.page_size > 0 else "pages" if key.paged else "ragged"
+    mask = slug.split(".")[5].replace("none", "no mask").replace("-", " + ")
+    return f"{key.kernel.removeprefix('attention_')} {types}, {dims} dims, {pages}, {mask}, for {key.target}"
 
 
 @dataclass(frozen=True)
