@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from quire.cache.latents import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from quire.cache.latents import cached_parts, concat_and_cache_mla, concat_and_cache_mla_rope_fused, latent_parts
 from quire.calls import Scale
 from quire.calls.decode import TableCall
 from quire.calls.latents import (
@@ -29,7 +29,7 @@ from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, foreign, logits_options, options_of, split_size
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
-from quire.engine.tensors import cached_parts, latent_parts, to_base_e
+from quire.engine.tensors import to_base_e
 from quire.engine.wrapper import AttentionWrapper, LatentKeywords, MlaModule, Pair
 from quire.errors import QuireError, UnsupportedArgumentError, UnsupportedError, ValidationError
 from quire.kernels.expressions.variant import Variant

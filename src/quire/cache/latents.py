@@ -1,7 +1,7 @@
 """Rows of tokens in a cache of latents (MLA): their formats, those that a list chooses, and appending them.
 
 A row holds the numbers of a latent, their scales, and the rest of the key in bfloat16. Attention kernels read rows with
-float32 scales as they are (cached_parts() in engine/tensors.py). Other rows, and the tokens of two caches, are gathered
+float32 scales as they are (cached_parts()). Other rows, and the tokens of two caches, are gathered
 as 16-bit keys by a launch before attention, into memory that the call allocates.
 
 Appending has names and arguments of vLLM's operators (vllm/_custom_ops.py). Token i is written to row slot_mapping[i] %
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.engine.checks import check_output, check_same_device, check_shape, check_tensor, flag
+from quire.engine.checks import check_output, check_same_device, check_shape, check_tensor, flag, shape_of
 from quire.engine.device import on_cuda, target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operators import operator
@@ -27,14 +27,15 @@ from quire.engine.schedule import check_count, check_range
 from quire.engine.tensors import check_apart
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
-from quire.kernels.features import dtype_of
+from quire.kernels.features import TILE_DIMS, dtype_of
 from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendLatentsParams, FastDivisor, GatherLatentsParams, LatentCache
 
-__all__ = ["FORMATS", "Chosen", "RowFormat", "format_of", "gather_chosen"]
-
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _PLAIN, _E4M3, _FLOAT_SCALES, _POWER_SCALES = range(4)  #: LatentRows in kernels/gather_latents.h
+LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
+#: Bytes of FlashMLA's row of a token: 512 e4m3 numbers, a float32 scale for each 128 of them, 64 bfloat16 numbers.
+ROW_BYTES = 656
 
 
 class RowFormat(NamedTuple):
@@ -181,6 +182,67 @@ def gather_chosen(caches: Sequence[Chosen], dims: int, dtype: torch.dtype) -> tu
 def _has_vectors(cache: LatentCache) -> bool:
     """Whether rows, and the rest of keys in them, lie at multiples of 16 bytes."""
     return not any(place % 16 for place in (cache.pages, cache.page_bytes, cache.row_bytes, cache.rest_at))
+
+
+def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part and the rest of queries or keys of multi-head latent attention (MLA): a pair of 3-D tensors, or
+    views of one in which they are side by side. FlashInfer's (pair, tensor) is its pair. `latent` and `rest` are the
+    names of a pair's tensors.
+    """
+    if type(value) is tuple and len(value) == 2 and getattr(value[0], "ndim", 0) == getattr(value[1], "ndim", 0) == 3:
+        return value
+    if isinstance(value, torch.Tensor):
+        return _split(value, name)
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
+    pair = next((part for part in value if isinstance(part, (tuple, list))), value)
+    if len(pair) != 2:
+        raise ValidationError(f"{latent}: expected a tensor of 3 dimensions, got {type(value[0]).__name__}.")
+    for tensor, part in zip(pair, (latent, rest), strict=True):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValidationError(f"{part}: expected a tensor of 3 dimensions, got {got}.")
+    return pair[0], pair[1]
+
+
+def _split(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part and the rest of a tensor that has both side by side."""
+    try:
+        shape = tensor.shape
+        if len(shape) == 3 and shape[-1] > LATENT_DIM:
+            latents, others = tensor.split_with_sizes((LATENT_DIM, shape[-1] - LATENT_DIM), -1)
+            return latents, others
+    except RuntimeError:  # a nested tensor, a sparse one, or one whose memory was freed
+        check_tensor(tensor, name)
+        raise
+    raise ValidationError(f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(shape)}.")
+
+
+def is_packed(cache: Any) -> bool:
+    """Whether a cache of latents is one of rows of ROW_BYTES, as bytes or as 8-bit numbers."""
+    dtype = getattr(cache, "dtype", None)
+    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and (shape_of(cache) or (0,))[-1] == ROW_BYTES
+
+
+def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, ...]:
+    """latent_parts() of a cache; of rows of ROW_BYTES also the scales."""
+    return _packed_parts(cache, name) if is_packed(cache) else latent_parts(cache, name, latent, rest)
+
+
+def _packed_parts(cache: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of pages [num_pages, page_size, ROW_BYTES]: latents e4m3, the rest of keys bfloat16, and the scales."""
+    ends = LATENT_DIM + 4 * (LATENT_DIM // TILE_DIMS)
+    types = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+    try:
+        parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
+        latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
+    except RuntimeError as error:  # rows that are not contiguous, or no multiple of 4 bytes apart
+        check_tensor(cache, name)
+        raise ValidationError(
+            f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
+            f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
+        ) from error
+    return latents, rest, scales
 
 
 # --- appending -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quire.cache.latents import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.calls import Output, Scale, check_lengths, indices_of
 from quire.calls.decode import TableCall
 from quire.calls.prefill import ragged_batch, wide_query
@@ -39,7 +40,7 @@ from quire.engine.plan_cache import replayed
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets, check_range
 from quire.engine.spec import AttentionSpec, check_repeated
-from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.features import KVLayout
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from quire.cache.latents import LATENT_DIM, latent_parts
 from quire.calls import Output, PagedKV, Scale
 from quire.calls.decode import TableCall
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
 from quire.engine.operands import OperandValue
 from quire.engine.plan_cache import replayed
-from quire.engine.tensors import LATENT_DIM, LN2, latent_parts
+from quire.engine.tensors import LN2
 from quire.engine.upcast import scaled
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant

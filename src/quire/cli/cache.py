@@ -52,8 +52,7 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("--head-dim", type=cli.head_dims, dest="head_dims", help="128 or 192x128 (default 128)")
     warmup.add_argument("--page-size", type=cli.page_sizes, dest="page_sizes", help="or ragged (default 16,ragged)")
     warmup.add_argument("--dtype", type=cli.dtypes, dest="dtypes", help=f"of {types} (default bf16)")
-    kv_types = "of the cache, or nvfp4 (default: as --dtype)"
-    warmup.add_argument("--kv-dtype", type=cli.kv_dtypes, dest="kv_dtypes", help=kv_types)
+    warmup.add_argument("--kv-dtype", type=cli.kv_dtypes, dest="kv_dtypes", help="or nvfp4 (default: as --dtype)")
     warmup.add_argument("--mask", type=cli.masks, dest="masks", help=mask_words())
     warmup.add_argument(
         "--variant", type=cli.checked(_variant), action="append", dest="variants", metavar="MODULE:NAME",
@@ -83,7 +82,7 @@ def _add_warmup(commands: Any) -> None:
 
 def _presets(text: str) -> tuple[Any, ...]:
     """Names of presets, or the config.json of one model with its options."""
-    if Path(text.partition(",")[0]).suffix == ".json" or Path(text.partition(",")[0]).is_dir():
+    if (path := Path(text.partition(",")[0])).suffix == ".json" or path.is_dir():
         return (cli.checked(presets.read_config)(text),)
     return cli.words(list(PRESETS))(text)
 

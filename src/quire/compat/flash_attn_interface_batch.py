@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch.nn.functional import pad
 
+from quire.cache.latents import LATENT_DIM
 from quire.compat.flash_attn_batch import Scoring, Where, attend_batch, tensor_of
 from quire.compat.flash_attn_tokens import Keys, Queries, Rows
 from quire.engine.checks import (
@@ -20,7 +21,6 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.graph import is_capturing
-from quire.engine.tensors import LATENT_DIM
 from quire.errors import UnsupportedError, ValidationError, unexpected_keyword
 
 ROPE_DIM = 64  #: dims of q beside qv

@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.cache.latents import FORMATS, Chosen, check_chosen, format_of, gather_chosen
+from quire.cache.latents import (
+    FORMATS,
+    LATENT_DIM,
+    Chosen,
+    cached_parts,
+    check_chosen,
+    format_of,
+    gather_chosen,
+    latent_parts,
+)
 from quire.calls import Scale
 from quire.calls.decode import TableCall
 from quire.compat.flash_attn import flash_attn_varlen_func as _varlen
@@ -43,7 +52,7 @@ from quire.engine.checks import (
 from quire.engine.device import OwnWorkspace, max_ctas
 from quire.engine.plan_cache import replayed
 from quire.engine.schedule import Lengths, ScheduleCache
-from quire.engine.tensors import LATENT_DIM, LN2, cached_parts, latent_parts
+from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
 
 __all__ = [

@@ -338,24 +338,8 @@ def _no_position(value: Any, name: str) -> None:
         refuse(**{name: value})
 
 
-def _scratch(value: Any, name: str) -> None:
-    if value is not None:
-        check_tensor(value, name)
-
-
-def _number(value: Any, name: str) -> None:
-    if value is not None:
-        number(value, name)
-
-
-def _factor(value: Any, name: str) -> None:
-    if value is not None:
-        not_negative(value, name)
-
-
-def _count(value: Any, name: str) -> None:
-    if value is not None:
-        check_positive(value, name)
+def _unless_none(check: _Check) -> _Check:
+    return lambda value, name: None if value is None else check(value, name)
 
 
 def _one_of(*words: str | None) -> _Check:
@@ -375,11 +359,11 @@ _PERMISSIONS: Mapping[str, tuple[_Check, tuple[str, ...]]] = {
     "each call may be captured, or says why not": (_flag, ("is_cuda_graph_compatible",)),
     "the one query of a request sees all of its keys": (_flag, ("causal_d",)),
     "lengths may always differ": (_flag, ("is_var_seq",)),
-    "exact results are always allowed": (_factor, ("skip_softmax_threshold_scale_factor",)),
+    "exact results are always allowed": (_unless_none(not_negative), ("skip_softmax_threshold_scale_factor",)),
     "all weights are computed": (_flag, ("skip_softmax",)),
-    "results of 16 bits have no scales of blocks": (_number, ("o_sf_scale",)),
-    "kernels count in memory of the plan": (_scratch, ("multi_ctas_kv_counter_buffer",)),
-    "a hint for FlashInfer's kernels": (_count, ("uniform_q_len",)),
+    "results of 16 bits have no scales of blocks": (_unless_none(number), ("o_sf_scale",)),
+    "kernels count in memory of the plan": (_unless_none(check_tensor), ("multi_ctas_kv_counter_buffer",)),
+    "a hint for FlashInfer's kernels": (_unless_none(check_positive), ("uniform_q_len",)),
     "FlashInfer's kernels differ, Quire has one": (_one_of("auto", "modular", "monolithic"), ("cute_dsl_impl",)),
     "scales may be any numbers": (_one_of("auto", "pow2_fp32", "arbitrary_fp32"), ("kv_scale_format",)),
     "the launch is like any other": (_flag, ("enable_pdl",)),

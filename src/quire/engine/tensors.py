@@ -22,18 +22,14 @@ from quire.engine.checks import (
     check_same_device,
     check_tensor,
     cure_of,
-    shape_of,
 )
 from quire.engine.device import on_cuda
 from quire.engine.options import PlanOptions
 from quire.engine.schedule import check_count
 from quire.errors import ValidationError
 from quire.kernels import Decision
-from quire.kernels.features import NVFP4, TILE_DIMS, KVLayout, Operand, View
+from quire.kernels.features import NVFP4, KVLayout, Operand, View
 
-LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
-#: Bytes of FlashMLA's row of a token: 512 e4m3 numbers, a float32 scale for each 128 of them, 64 bfloat16 numbers.
-ROW_BYTES = 656
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -77,67 +73,6 @@ def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int
         raise _wrong_shape("paged_kv_cache", "num_pages, 2", layout, tensor)
     k, v = (_pages(tensor.select(1, which), "paged_kv_cache", layout, page_size) for which in (0, 1))
     return k, v
-
-
-def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent part and the rest of queries or keys of multi-head latent attention (MLA): a pair of 3-D tensors, or
-    views of one in which they are side by side. FlashInfer's (pair, tensor) is its pair. `latent` and `rest` are the
-    names of a pair's tensors.
-    """
-    if type(value) is tuple and len(value) == 2 and getattr(value[0], "ndim", 0) == getattr(value[1], "ndim", 0) == 3:
-        return value
-    if isinstance(value, torch.Tensor):
-        return _split(value, name)
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
-    pair = next((part for part in value if isinstance(part, (tuple, list))), value)
-    if len(pair) != 2:
-        raise ValidationError(f"{latent}: expected a tensor of 3 dimensions, got {type(value[0]).__name__}.")
-    for tensor, part in zip(pair, (latent, rest), strict=True):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
-            got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ValidationError(f"{part}: expected a tensor of 3 dimensions, got {got}.")
-    return pair[0], pair[1]
-
-
-def _split(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent part and the rest of a tensor that has both side by side."""
-    try:
-        shape = tensor.shape
-        if len(shape) == 3 and shape[-1] > LATENT_DIM:
-            latents, others = tensor.split_with_sizes((LATENT_DIM, shape[-1] - LATENT_DIM), -1)
-            return latents, others
-    except RuntimeError:  # a nested tensor, a sparse one, or one whose memory was freed
-        check_tensor(tensor, name)
-        raise
-    raise ValidationError(f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(shape)}.")
-
-
-def is_packed(cache: Any) -> bool:
-    """Whether a cache of latents is one of rows of ROW_BYTES, as bytes or as 8-bit numbers."""
-    dtype = getattr(cache, "dtype", None)
-    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and (shape_of(cache) or (0,))[-1] == ROW_BYTES
-
-
-def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, ...]:
-    """latent_parts() of a cache; of rows of ROW_BYTES also the scales."""
-    return _packed_parts(cache, name) if is_packed(cache) else latent_parts(cache, name, latent, rest)
-
-
-def _packed_parts(cache: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of pages [num_pages, page_size, ROW_BYTES]: latents e4m3, the rest of keys bfloat16, and the scales."""
-    ends = LATENT_DIM + 4 * (LATENT_DIM // TILE_DIMS)
-    types = torch.float8_e4m3fn, torch.bfloat16, torch.float32
-    try:
-        parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
-        latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
-    except RuntimeError as error:  # rows that are not contiguous, or no multiple of 4 bytes apart
-        check_tensor(cache, name)
-        raise ValidationError(
-            f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
-            f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
-        ) from error
-    return latents, rest, scales
 
 
 def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, c_int64, c_uint64, c_void_p, memmove, sizeof
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, IntEnum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
@@ -208,7 +208,7 @@ def _number(constant: str, number: str, separator: str = ".") -> Feature:
     return Feature({constant: int}, {}, number, separator)
 
 
-def _flag(constant: str, word: str, planned: Callable[[Any], bool]) -> Feature:
+def _flag(constant: str, word: str, planned: Callable[[Any], bool] | None = None) -> Feature:
     return Feature({constant: int}, {"": False, word: True}, planned=planned)
 
 
@@ -245,30 +245,19 @@ class Features:
     mask: Annotated[MaskMode, Feature({"kMask": int}, {mode.slug: mode for mode in MaskMode}, separator=".")]
     window: Annotated[bool, _flag("kWindow", "window", lambda options: options.logits.window_left >= 0)]
     soft_cap: Annotated[bool, _flag("kSoftCap", "cap", lambda options: options.logits.logits_soft_cap > 0)]
-    pos_encoding: Annotated[PosEncodingMode, _POS_ENCODING] = field(default=PosEncodingMode.NONE, kw_only=True)
-    variant: Annotated[Variant | None, _VARIANT] = field(default=None, kw_only=True)  #: a custom variant
+    _: KW_ONLY
+    pos_encoding: Annotated[PosEncodingMode, _POS_ENCODING] = PosEncodingMode.NONE
+    variant: Annotated[Variant | None, _VARIANT] = None  #: a custom variant
     #: the batch is a tree of shared keys: core/schedule.h
-    cascade: Annotated[bool, _flag("kCascade", "cascade", lambda options: options.cascade)] = field(
-        default=False, kw_only=True
-    )
-
+    cascade: Annotated[bool, _flag("kCascade", "cascade")] = False
     #: keys of shared levels are in separate tensors
-    prefix: Annotated[bool, _flag("kPrefix", "prefix", lambda options: options.prefix)] = field(
-        default=False, kw_only=True
-    )
-
+    prefix: Annotated[bool, _flag("kPrefix", "prefix")] = False
     #: each tile of 128 dims of a latent has a scale, and kpe is in q's type (MLA): core/params.h
-    tile_scales: Annotated[bool, _flag("kTileScales", "scaled", lambda options: options.tile_scales)] = field(
-        default=False, kw_only=True
-    )
-
+    tile_scales: Annotated[bool, _flag("kTileScales", "scaled")] = False
     #: the maximum of a row's logits is returned beside its lse (MLA, and on the CPU)
-    max_logits: Annotated[bool, _flag("kMaxLogits", "most", lambda options: options.max_logits)] = field(
-        default=False, kw_only=True
-    )
-
+    max_logits: Annotated[bool, _flag("kMaxLogits", "most")] = False
     #: records when, and on which SM, each work tile was computed: tile/shared/stamps.h
-    timed: Annotated[bool, _flag("kTimed", "timed", lambda options: options.timed)] = field(default=False, kw_only=True)
+    timed: Annotated[bool, _flag("kTimed", "timed")] = False
 
     @property
     def paged(self) -> bool:

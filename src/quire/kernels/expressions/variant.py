@@ -33,6 +33,7 @@ from quire.kernels.expressions.tree import (
     SCALAR_TYPES,
     Expression,
     Node,
+    attention,
     to_text,
 )
 
@@ -49,7 +50,6 @@ _SIDE_EFFECTS = {
 }  # fmt: skip
 #: Python's functions with effects outside of the traced function.
 _CALLS = ("print", "input", "open", "exec", "eval", "setattr", "delattr")
-
 
 # --- calling a function ----------------------------------------------------------------------------------------------
 
@@ -271,8 +271,6 @@ class Variant:
 
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         """Attention in float64 on the CPU, for tests: see attention() in expressions/tree.py."""
-        from quire.kernels.expressions.tree import attention
-
         return attention(self.expression, q, k, v, **options)
 
 
