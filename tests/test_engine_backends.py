@@ -9,19 +9,23 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import oracle
 import quire
 from oracle import attention, latent_attention
 from quire.compat import engines
 from quire.compat import flashinfer as overlay
 from quire.compat.flashinfer import fallback
 from quire.jit import config
+from rank_processes import Processes
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 
@@ -125,6 +129,7 @@ class FlashAttentionMetadataBuilder:
 
 class FlashAttentionImpl:
     supports_dcp = True
+    dcp_world_size, dcp_rank = 1, 0  # vLLM sets them when it makes an object
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any,
@@ -203,10 +208,31 @@ BASES = {
 }  # fmt: skip
 
 
+class GroupCoordinator:
+    """vLLM's group of decode context parallelism."""
+
+    @property
+    def device_group(self) -> Any:
+        return dist.group.WORLD
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        assert x.is_contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, dim)
+
+
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def vllm() -> Iterator[ModuleType]:
+    with vllm_of_stubs() as module:
+        yield module
+
+
+@contextmanager
+def vllm_of_stubs() -> Iterator[ModuleType]:
     stubs = modules(
         {
+            "vllm.distributed.parallel_state": {"get_dcp_group": GroupCoordinator},
             "vllm.platforms.interface": {"DeviceCapability": Capability},
             "vllm.v1.attention.backend": {
                 "AttentionCGSupport": SimpleNamespace(ALWAYS="always"), "AttentionType": AttentionType,
@@ -223,10 +249,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             "vllm.v1.attention.backends.mla.prefill.flash_attn": {"FlashAttnPrefillBackend": FlashAttnPrefillBackend},
         }
     )  # fmt: skip
-    for name, module in stubs.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield importlib.import_module("quire.compat.engines.vllm")
-    sys.modules.pop("quire.compat.engines.vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stubs.items():
+            patch.setitem(sys.modules, name, module)
+        yield importlib.import_module("quire.compat.engines.vllm")
+        sys.modules.pop("quire.compat.engines.vllm")
     fallback.stop("vllm")
 
 
@@ -314,7 +341,7 @@ def test_answers_of_vllms_backend(vllm: ModuleType) -> None:
     assert not builder.aot_schedule and builder.max_num_splits == 0 and builder._cudagraph_support == "always"
     latents = vllm.QuireMLABackend.get_builder_cls()(None, [], None, None)
     assert not latents.fa_aot_schedule and latents._schedule_decode(1, 2, 3, 4, 5, 6, 7) is None
-    assert not vllm.QuireAttentionImpl.supports_dcp and vllm.QuireMLAImpl.supports_dcp
+    assert vllm.QuireAttentionImpl.supports_dcp and vllm.QuireMLAImpl.supports_dcp
 
 
 @pytest.mark.parametrize(
@@ -373,6 +400,50 @@ def test_what_vllms_layer_refuses(vllm: ModuleType) -> None:
     batch.metadata.causal = torch.ones(3).int()
     with pytest.raises(quire.UnsupportedError, match="causal: expected one answer"):
         batch.run(layer)
+
+
+def check_layer_over_ranks(with_sinks: bool) -> None:
+    """Tokens before the new ones are dealt to ranks, which have all new ones and a part of the heads."""
+    rank, size, dim = dist.get_rank(), dist.get_world_size(), 64
+    lens, new = (17, 40, 60, 3), (1, 1, 20, 3)  # the last one has no token before the new ones; the first 16
+    q, (k, v) = torch.randn(sum(new), 4 * size, dim), torch.randn(2, sum(lens), 1, dim)
+    sinks = torch.randn(4 * size) if with_sinks else None
+    ends, new_ends = oracle.indptr_of(lens), oracle.indptr_of(new)
+    cache = torch.full((4 * 4, 1, PAGE, 2 * dim), torch.nan)
+    fresh, before = [], [n - m for n, m in zip(lens, new, strict=True)]
+    for i, (begin, n) in enumerate(zip(ends, before, strict=False)):
+        mine = begin + torch.arange(n)[rank::size]
+        for at, keys in enumerate(mine.split(PAGE)):
+            cache[4 * i + at, 0, : len(keys)] = torch.cat([k[keys, 0], v[keys, 0]], -1)
+        fresh.append(torch.arange(begin + n, ends[i + 1]))
+    rows = torch.cat(fresh)
+    metadata = SimpleNamespace(
+        num_actual_tokens=len(rows), query_start_loc=torch.tensor(new_ends).int(), max_query_len=20, causal=True,
+        max_num_splits=0, seq_lens=torch.tensor(lens).int(), max_seq_len=60,
+        block_table=torch.arange(16).view(4, 4).int(),
+        dcp_context_kv_lens=torch.tensor([len(range(rank, n, size)) for n in before]).int(), max_dcp_context_kv_len=40,
+    )  # fmt: skip
+    heads = slice(4 * rank, 4 * rank + 4)
+    with vllm_of_stubs() as vllm:
+        layer = vllm.QuireAttentionImpl(
+            4, dim, dim**-0.5, 1, None, None, "auto", None, sinks=None if sinks is None else sinks[heads]
+        )
+        layer.dcp_world_size, layer.dcp_rank = size, rank
+        out = torch.full((len(rows), 4, dim), torch.nan)
+        layer.forward(None, q[:, heads], k[rows], v[rows], cache, metadata, out)
+        windowed = vllm.QuireAttentionImpl(4, dim, dim**-0.5, 1, None, 8, "auto")
+        windowed.dcp_world_size = size
+        with pytest.raises(quire.UnsupportedError, match="sliding_window"):
+            windowed.forward(None, q[:, heads], k[rows], v[rows], cache, metadata, out)
+    want = attention(q, k, v, new_ends, ends, causal=True, sinks=sinks)[0]
+    torch.testing.assert_close(out.double(), want[:, heads], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_layer_over_ranks(with_sinks: bool) -> None:
+    processes = Processes(2)
+    processes.run(check_layer_over_ranks, with_sinks)
+    processes.close()
 
 
 @pytest.mark.parametrize("is_pair", [True, False])

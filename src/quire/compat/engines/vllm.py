@@ -2,7 +2,8 @@
 
 Only vLLM imports this module, when one of the names is chosen. Metadata, writes to the cache, and most answers to vLLM
 are inherited; forward() calls Quire, and no schedule is made ahead of it. What Quire's functions lack is not promised:
-decode context parallelism of many heads, the masks of images in PrefixLM models, and R-SWA.
+the masks of images in PrefixLM models, and R-SWA. Under decode context parallelism the ranks' results are exchanged in
+one message, by quire.distributed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 )
 from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
+from quire.cache.merge import merge_state_v2
 from quire.compat.flash_attn_interface import flash_attn_varlen_func
 from quire.compat.flashinfer import fallback
+from quire.distributed import merge_over_ranks
+from quire.engine.wrapper import Pair
 from quire.errors import UnsupportedError
 
 __all__ = [
@@ -131,7 +135,7 @@ class QuireAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ign
 class QuireAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
     """A layer of attention."""
 
-    supports_dcp = False
+    supports_dcp = True
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
@@ -180,12 +184,41 @@ class QuireAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             keys, values = (cache.view(_OF_8_BITS[self.kv_cache_dtype]) for cache in (keys, values))
             shape = starts.shape[0] - 1, self.num_kv_heads
             given |= {"k_descale": layer._k_scale.expand(shape), "v_descale": layer._v_scale.expand(shape)}
+        if self.dcp_world_size > 1:
+            self._over_ranks(query[:n], (key[:n], value[:n]), (keys, values), attn_metadata, given)
+            return output
         flash_attn_varlen_func(
             query[:n], keys, values, seqused_k=attn_metadata.seq_lens, max_seqlen_k=attn_metadata.max_seq_len,
             block_table=attn_metadata.block_table, causal=attn_metadata.causal,
             window_size=_window(self.sliding_window, attn_metadata.causal), **given,
         )  # fmt: skip
         return output
+
+    def _over_ranks(
+        self, query: torch.Tensor, new: Pair, cached: Pair, metadata: Any, given: dict[str, Any]
+    ) -> None:  # fmt: skip
+        """Decode context parallelism: the tokens before the new ones lie over ranks, which have the new ones all.
+
+        Queries of the heads of all ranks see this rank's tokens, in one exchange each rank gets its own heads, and what
+        those see of the new tokens is merged with it.
+        """
+        from vllm.distributed.parallel_state import get_dcp_group  # only a release that has it comes here
+
+        if self.sliding_window != (-1, -1) or self.alibi_slopes is not None:
+            raise UnsupportedError("sliding_window, alibi_slopes: expected none with decode context parallelism.")
+        group, out = get_dcp_group(), given.pop("out")
+        sinks, scales = given.pop("s_aux"), {name: given.pop(name, None) for name in ("k_descale", "v_descale")}
+        o, lse = flash_attn_varlen_func(
+            group.all_gather(query.contiguous(), dim=1), cached[0], cached[1], seqused_k=metadata.dcp_context_kv_lens,
+            max_seqlen_k=metadata.max_dcp_context_kv_len, block_table=metadata.block_table, causal=False,
+            return_softmax_lse=True, **scales, **given,
+        )  # fmt: skip
+        o, lse = merge_over_ranks(o, lse.t().contiguous(), group.device_group, natural_lse=True)
+        own, own_lse = flash_attn_varlen_func(
+            query, new[0], new[1], cu_seqlens_k=given["cu_seqlens_q"], max_seqlen_k=given["max_seqlen_q"],
+            causal=metadata.causal, s_aux=sinks, return_softmax_lse=True, **given,
+        )  # fmt: skip
+        merge_state_v2(own, own_lse.t().contiguous(), o, lse, out)
 
 
 def _window(window: tuple[int, int], causal: bool) -> tuple[int, int]:
