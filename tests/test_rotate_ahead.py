@@ -16,7 +16,7 @@ from problems import Problem
 from quire.engine import rope_prologue, rotate
 from quire.engine.device import OwnWorkspace, UserWorkspace
 from quire.engine.rotate import Angles, Heads, start
-from quire.kernels.params import RopeParams
+from quire.kernels.operation import RopeParams
 
 CUDA_BACKENDS = {"auto": (9, 0)}
 #: Requests of every sort, most of them long.

@@ -16,7 +16,7 @@ from ptx.program import Program, parse
 from ptx.threads import Grid, Turns
 from quire.engine import device, launch, planner
 from quire.jit import CudaModule, HostModule, Module
-from quire.kernels.params import MergeParams
+from quire.kernels.operation import MergeParams
 
 #: SMs of the simulated GPU: a few, so that small problems are divided into parts that have to be merged.
 SMS = 3

@@ -29,8 +29,8 @@ from quire.kernels.attention import with_operands
 from quire.kernels.expressions.cxx import mask_heads, operands_struct
 from quire.kernels.expressions.dependencies import RecordedFunction
 from quire.kernels.features import MaskMode
-from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import ExpressionBlocksParams, RowTile
+from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, ExpressionBlocksParams, OperationKey
+from quire.kernels.params import RowTile
 
 _LEAST_DIM, _STEP = 32, 8  #: head dims of kernels are multiples of 8 from 32 on
 _ALIGNMENT = 16  #: bytes, of strides that all kernels read

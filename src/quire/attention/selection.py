@@ -45,8 +45,15 @@ from quire.kernels.expressions.trace import Tracer, Value
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout, dtype_of
-from quire.kernels.operation import OPERATIONS, PARALLEL_THREADS, TOP_TOKENS_SMEM, OperationKey
-from quire.kernels.params import FastDivisor, PageScoresParams, TopTokensParams
+from quire.kernels.operation import (
+    OPERATIONS,
+    PARALLEL_THREADS,
+    TOP_TOKENS_SMEM,
+    OperationKey,
+    PageScoresParams,
+    TopTokensParams,
+)
+from quire.kernels.params import FastDivisor
 
 __all__ = ["SelectedPages", "batch_decode_with_selected_pages", "page_key_bounds", "select_pages", "select_tokens"]
 

@@ -28,8 +28,17 @@ from quire.engine.tensors import check_apart
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.features import TILE_DIMS, dtype_of
-from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import AppendLatentsParams, FastDivisor, GatherLatentsParams, LatentCache
+from quire.kernels.operation import (
+    LATENT_HEADS,
+    LATENT_THREADS,
+    OPERATIONS,
+    PARALLEL_THREADS,
+    AppendLatentsParams,
+    GatherLatentsParams,
+    LatentCache,
+    OperationKey,
+)
+from quire.kernels.params import FastDivisor
 
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _PLAIN, _E4M3, _FLOAT_SCALES, _POWER_SCALES = range(4)  #: LatentRows in kernels/gather_latents.h

@@ -21,8 +21,7 @@ from quire.engine.tensors import LN2
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.features import dtype_of
-from quire.kernels.operation import PARALLEL_THREADS, OperationKey
-from quire.kernels.params import MergeParams
+from quire.kernels.operation import PARALLEL_THREADS, MergeParams, OperationKey
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_state_v2", "merge_states"]
 

@@ -35,8 +35,7 @@ from quire.engine.tensors import PagedCache, cache_tensors, cache_views
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.features import KVLayout
-from quire.kernels.operation import PARALLEL_THREADS, OperationKey
-from quire.kernels.params import AppendParams
+from quire.kernels.operation import PARALLEL_THREADS, AppendParams, OperationKey
 
 __all__ = [
     "append_paged_kv_cache",

@@ -32,8 +32,7 @@ from quire.engine.upcast import as_bytes
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.features import SCALED_NUMBERS, KVLayout, dtype_of
-from quire.kernels.operation import PARALLEL_THREADS, OperationKey
-from quire.kernels.params import AppendNvfp4Params
+from quire.kernels.operation import PARALLEL_THREADS, AppendNvfp4Params, OperationKey
 
 __all__ = ["packbits", "segment_packbits"]
 

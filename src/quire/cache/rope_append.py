@@ -39,7 +39,7 @@ from quire.engine.schedule import check_tables, index_table
 from quire.engine.tensors import PagedCache, cache_tensors, cache_views, check_apart
 from quire.errors import ValidationError
 from quire.kernels.features import KVLayout
-from quire.kernels.params import RopeParams
+from quire.kernels.operation import RopeParams
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Tables = Mapping[str, torch.Tensor]

@@ -25,7 +25,7 @@ from quire.jit.stores import prebuilt_stores, user_store
 from quire.jit.toolchain import for_target
 from quire.kernels import KERNELS, AttentionKernel, AttentionProblem, decide
 from quire.kernels.attention import MLA_DIMS, AttentionKey
-from quire.kernels.features import dtype_of, kv_dtype_of, read_mask
+from quire.kernels.features import KV_DTYPES, dtype_of, kv_dtype_of, read_mask
 
 #: GPUs and processors on which variants were compared with the oracle.
 RAN_ON = {
@@ -41,10 +41,8 @@ _RUN, _AS_PTX, _COMPILED = "run", "run as PTX on another GPU", "compiled"
 _ON_ARM = "tested under an emulator; no Arm machine has run it"
 _GPUS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a")
 _TARGETS = (*_GPUS, "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
-_TYPES = (
-    ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"), ("bf16", "nvfp4"),
-    ("e4m3", "e4m3"),
-)  # fmt: skip
+#: Of queries, and of keys and values.
+_TYPES = (*(("bf16" if d.bits < 16 else d.slug, d.slug) for d in KV_DTYPES), ("e4m3", "e4m3"))
 #: Head dims that kernels are asked for, in this order, unless the command line has others.
 _DIMS = (128, 128), (512, 512), MLA_DIMS
 

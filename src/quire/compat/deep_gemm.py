@@ -30,8 +30,8 @@ from quire.engine.operators import operator
 from quire.engine.schedule import check_count
 from quire.errors import ValidationError
 from quire.jit import get_module
-from quire.kernels.operation import MQA_LOGITS_SMEM, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import FastDivisor, MqaLogitsParams
+from quire.kernels.operation import MQA_LOGITS_SMEM, PARALLEL_THREADS, MqaLogitsParams, OperationKey
+from quire.kernels.params import FastDivisor
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
 

@@ -27,8 +27,7 @@ from quire.kernels.expressions.cxx import operands_struct
 from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, reads_indices, variant_of_level
 from quire.kernels.expressions.tree import Expression, Operand, as_float32
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.operation import PARALLEL_THREADS, OperationKey
-from quire.kernels.params import PackbitsParams
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey, PackbitsParams
 
 _Number = TypeVar("_Number")
 

@@ -36,16 +36,14 @@ from quire.kernels.attention import MOST_OWN_SPLITS, OWN_SPLITS, with_operands
 from quire.kernels.expressions.cxx import mask_heads, operands_struct
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import MaskMode, PosEncodingMode
-from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, OperationKey, rope_frequencies
-from quire.kernels.params import (
-    AttentionParams,
+from quire.kernels.operation import (
+    CTAS_PER_ROW_TILE,
+    PARALLEL_THREADS,
     ExpressionBlocksParams,
-    FastDivisor,
-    RowTile,
-    ScheduleInput,
-    ScheduleOutput,
-    aligned_copy,
+    OperationKey,
+    rope_frequencies,
 )
+from quire.kernels.params import AttentionParams, FastDivisor, RowTile, ScheduleInput, ScheduleOutput, aligned_copy
 
 NO_OPERANDS: Mapping[str, Any] = {}
 TILE_ALIGNMENT = 16  #: bytes, of row tiles

@@ -23,7 +23,7 @@ from quire.errors import ValidationError
 from quire.kernels import PIN, Decision
 from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.features import PosEncodingMode, View
-from quire.kernels.params import RopeParams
+from quire.kernels.operation import RopeParams
 
 ALIGNMENT = 256  #: bytes
 #: Of the workspace that copies may take: partial results need the rest.

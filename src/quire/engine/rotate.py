@@ -26,14 +26,19 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import (
     HEADS_OF_THREAD,
+    MAX_ROTARY_PAIRS,
+    MAX_TABLE_PAIRS,
     OPERATIONS,
     PARALLEL_THREADS,
     TURNS_OF_TOKENS,
+    HeadRows,
     OperationKey,
+    RopeHeads,
+    RopeParams,
     llama31_frequencies,
     rope_frequencies,
 )
-from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, FastDivisor, HeadRows, RopeHeads, RopeParams
+from quire.kernels.params import FastDivisor
 
 INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  #: HeadType in kernels/rope.h; 0: as the input

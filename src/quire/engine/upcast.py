@@ -46,8 +46,7 @@ from quire.kernels.features import (
     View,
     blocks_of,
 )
-from quire.kernels.operation import PARALLEL_THREADS, OperationKey
-from quire.kernels.params import WidenParams
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey, WidenParams
 
 _BYTES = (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8))
 _SCALES = (torch.float8_e4m3fn, torch.uint8)
@@ -178,6 +177,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     return (
         types.q == types.o
         and types.q.bits == 16
+        and types.kv.slug in _KINDS
         and not backend.startswith(PIN)
         and (decision.kernel.is_slower_over_8_bits or (types.kv is NVFP4 and problem.on_cuda))
         and problem.rows >= _least_rows(options)

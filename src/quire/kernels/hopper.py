@@ -30,13 +30,12 @@ from quire.kernels.features import (
     TensorCopy,
     View,
 )
-from quire.kernels.operation import CTAS_PER_ROW_TILE, OperationKey
+from quire.kernels.operation import CTAS_PER_ROW_TILE, BlockMaskParams, OperationKey
 from quire.kernels.params import (
     AttentionFa3Fp8Params,
     AttentionFa3Params,
     AttentionFa3PrefixParams,
     AttentionMlaFa3Params,
-    BlockMaskParams,
     ScheduleInput,
     ScheduleOutput,
 )

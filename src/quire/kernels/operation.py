@@ -1,10 +1,13 @@
-"""Operations other than attention: scheduling, merging states, appending to a cache, RoPE, scoring pages."""
+"""Operations other than attention (merging states, appending to a cache, RoPE, ...): one row each, and the mirrors of
+their parameter structs.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Mapping
+from ctypes import c_uint64
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,21 +16,13 @@ from quire.jit.unit import Spec
 from quire.kernels.expressions.cxx import operands_struct, render
 from quire.kernels.expressions.variant import Variant, find_variant
 from quire.kernels.params import (
-    AppendLatentsParams,
-    AppendNvfp4Params,
-    AppendParams,
-    BlockMaskParams,
-    ExpressionBlocksParams,
-    GatherLatentsParams,
-    MergeParams,
-    MqaLogitsParams,
-    PackbitsParams,
-    PageScoresParams,
-    RopeParams,
+    FastDivisor,
     ScheduleLengthsParams,
     ScheduleParams,
-    TopTokensParams,
-    WidenParams,
+    floats,
+    int32,
+    int64,
+    pointers,
     struct_of,
 )
 
@@ -41,6 +36,169 @@ HEADS_OF_THREAD, TURNS_OF_TOKENS = 4, 8
 LATENT_THREADS, LATENT_HEADS = 64, 2
 #: kSmemBytes of kernels/mqa_logits.h and kernels/top_tokens.h: shared memory of a CTA.
 MQA_LOGITS_SMEM, TOP_TOKENS_SMEM = 33792, 32848
+#: Largest number of pairs of dims that a table of angles rotates: kMaxTablePairs in kernels/rope.h.
+MAX_TABLE_PAIRS = 512
+#: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
+MAX_ROTARY_PAIRS = 256
+
+
+class BlockMaskParams(ctypes.Structure):
+    """Computing the block mask of a custom mask; see kernels/block_mask.cuh."""
+
+    _fields_ = (
+        *pointers("mask mask_indptr tiles scratch arrivals block_mask"),
+        *int32("num_tiles tile_rows tile_kv group_size window_left"),
+    )  # fmt: skip
+
+
+class ExpressionBlocksParams(ctypes.Structure):
+    """Computing the block mask of a custom variant; see kernels/expression_blocks.h."""
+
+    _fields_ = (
+        *pointers("tiles scratch arrivals"),
+        *int32("num_tiles tile_rows tile_kv group_size mask_mode window_left num_masks mask_heads"),
+        *int32("tested_heads"),
+    )  # fmt: skip
+
+
+class MergeParams(ctypes.Structure):
+    """Merging attention states; kernels/merge.h has the shapes."""
+
+    _fields_ = (
+        *pointers("v s v_out s_out mask"),
+        *int64("num_tokens v_token_bytes v_state_bytes s_token_bytes s_state_bytes"),
+        *int32("num_states num_heads head_dim"), *floats("v_scale"),
+    )  # fmt: skip
+
+
+class AppendParams(ctypes.Structure):
+    """Appending to a paged cache; kernels/append.h has the shapes."""
+
+    _fields_ = (
+        *pointers("key value k_cache v_cache batch_indices positions kv_indices kv_indptr"),
+        *int64("nnz num_indices key_token_stride key_head_stride value_token_stride value_head_stride"),
+        *int64("k_page_stride k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride"),
+        *int32("batch_size num_pages num_kv_heads head_dim_k head_dim_v page_size"),
+    )  # fmt: skip
+
+
+class AppendNvfp4Params(ctypes.Structure):
+    """Quantising tokens to 4 bits and appending them; kernels/append_nvfp4.h has the shapes."""
+
+    _fields_ = (
+        *pointers("key value k_cache v_cache k_sf v_sf batch_indices positions kv_indices kv_indptr places"),
+        *pointers("k_scale_at v_scale_at"),
+        *int64("nnz num_indices key_token_stride key_head_stride value_token_stride value_head_stride"),
+        *int64("k_page_stride k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride"),
+        *int64("k_sf_page_stride k_sf_token_stride k_sf_head_stride v_sf_page_stride v_sf_token_stride"),
+        *int64("v_sf_head_stride"), *int32("batch_size num_pages num_kv_heads head_dim_k head_dim_v page_size"),
+        *floats("k_scale v_scale"),
+    )  # fmt: skip
+
+
+class WidenParams(ctypes.Structure):
+    """Converting pages of 8 or 4 bits to 16 bits; kernels/widen.h has the shapes."""
+
+    _fields_ = (
+        *pointers("k v k_out v_out kv_indices k_sf v_sf"),
+        *int64("k_page_stride k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride"),
+        *int64("k_sf_page_stride k_sf_token_stride k_sf_head_stride v_sf_page_stride v_sf_token_stride"),
+        *int64("v_sf_head_stride"),
+        *int32("num_indices num_pages page_size num_kv_heads head_dim_k head_dim_v kind _padding"),
+    )  # fmt: skip
+
+
+class HeadRows(ctypes.Structure):
+    """A tensor [tokens, heads, dims]: its address, and strides in elements."""
+
+    _fields_ = (*pointers("data"), *int64("page_stride token_stride head_stride"))
+
+
+class RopeHeads(ctypes.Structure):
+    """Queries, keys or values that are rotated or appended; see kernels/rope.h."""
+
+    _fields_ = (
+        *((name, HeadRows) for name in ("rope", "nope", "rope_out", "nope_out")), *pointers("weight"),
+        *floats("scale"), *int32("num_heads first_group rotary_dim nope_dim out_type is_paged"),
+    )  # fmt: skip
+
+
+class RopeParams(ctypes.Structure):
+    """Rotating queries and keys; see kernels/rope.h."""
+
+    _fields_ = (
+        ("heads", RopeHeads * 3), *pointers("pos_ids indptr offsets cos_sin_cache"), *int64("cos_sin_stride"),
+        *pointers("batch_indices positions kv_indices kv_indptr"), *int64("nnz num_indices"),
+        *int32("batch_size num_pages page_size has_long_pos_ids num_requests num_positions interleave"),
+        *((name, FastDivisor) for name in ("columns", "lanes", "pairs")),
+        *int32("tokens_of_turn tokens ctas vectors_at"), *floats("eps"), ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
+    )  # fmt: skip
+
+
+class AppendLatentsParams(ctypes.Structure):
+    """Appending latents; kernels/append_latents.h has the shapes."""
+
+    _fields_ = (
+        *pointers("q_pe k_pe ckv cache cache_rows kv_scale pos_ids cos_sin_cache"),
+        *int64("nnz q_token_stride q_head_stride k_token_stride ckv_token_stride cos_sin_stride page_bytes"),
+        *int64("row_bytes scales_at scale_bytes"),
+        *int32("k_pe_at scale_dims has_powers num_heads rope_dim latent_dim num_pages page_size"),
+        *int32("has_long_pos_ids num_positions interleave latent_type k_pe_type"),
+    )  # fmt: skip
+
+
+class PageScoresParams(ctypes.Structure):
+    """Scores of pages; kernels/page_scores.h has the shapes."""
+
+    _fields_ = (
+        *pointers("q bounds pages lens keys"), *int64("page_stride"),
+        *int32("batch_size num_kv_heads group_size head_dim num_columns page_size num_pages"),
+    )  # fmt: skip
+
+
+class LatentCache(ctypes.Structure):
+    """A cache of latents, and what is chosen of it; see kernels/gather_latents.h."""
+
+    _fields_ = (
+        *pointers("pages indices lens"), *int64("indices_stride page_bytes row_bytes scales_at scale_bytes"),
+        ("page", FastDivisor), *int32("top_k num_tokens rows_of_len latent_dims rest_at scale_dims kind"),
+    )  # fmt: skip
+
+
+class GatherLatentsParams(ctypes.Structure):
+    """Gathering chosen latents; kernels/gather_latents.h has the shapes."""
+
+    _fields_ = (
+        ("caches", LatentCache * 2), *pointers("out table"), *int64("token_stride"),
+        *int32("num_rows top_k dims _to_8"),
+    )  # fmt: skip
+
+
+class MqaLogitsParams(ctypes.Structure):
+    """Scores of an indexer; kernels/mqa_logits.h has the shapes."""
+
+    _fields_ = (
+        *pointers("q keys scales weights pages begins ends logits"),
+        *int64("q_row_bytes q_head_bytes key_page_bytes scale_page_bytes weights_stride pages_stride"),
+        *int64("logits_stride"), *((name, FastDivisor) for name in ("page", "request", "parts")),
+        *int32("num_rows num_heads head_dim num_pages width num_keys part_columns lengths_are_shared"),
+        *int32("is_shifted is_clean _to_8"),
+    )  # fmt: skip
+
+
+class TopTokensParams(ctypes.Structure):
+    """Choosing tokens by scores; kernels/top_tokens.h has the shapes."""
+
+    _fields_ = (
+        *pointers("scores lens pages tokens"), *int64("scores_stride pages_stride"), ("page", FastDivisor),
+        *int32("num_rows num_tokens top_k"),
+    )  # fmt: skip
+
+
+class PackbitsParams(ctypes.Structure):
+    """Packing booleans into bits; kernels/packbits.h has the shapes."""
+
+    _fields_ = (*pointers("x y segment_begin byte_begin"), *int64("n num_bytes"), *int32("num_segments little"))
 
 
 @dataclass(frozen=True)

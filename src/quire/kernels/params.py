@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -25,21 +25,16 @@ from quire.kernels.features import (
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
-#: Largest number of pairs of dims that a table of angles rotates: kMaxTablePairs in kernels/rope.h.
-MAX_TABLE_PAIRS = 512
-#: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
-MAX_ROTARY_PAIRS = 256
-
 
 def _each(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())
 
 
-_pointers = partial(_each, c_void_p)
-_int32 = partial(_each, c_int32)
-_int64 = partial(_each, c_int64)
-_uint32 = partial(_each, c_uint32)
-_float = partial(_each, c_float)
+pointers = partial(_each, c_void_p)
+int32 = partial(_each, c_int32)
+int64 = partial(_each, c_int64)
+uint32 = partial(_each, c_uint32)
+floats = partial(_each, c_float)
 
 
 @cache
@@ -63,7 +58,7 @@ def _offsets(cls: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
 class FastDivisor(ctypes.Structure):
     """Division by a run-time number as a multiplication; see core/types.h."""
 
-    _fields_ = (*_uint32("divisor multiplier shift"),)
+    _fields_ = (*uint32("divisor multiplier shift"),)
 
     @classmethod
     def of(cls, divisor: int) -> FastDivisor:
@@ -80,21 +75,21 @@ class RowTile(ctypes.Structure):
     """
 
     _fields_ = (
-        *_int32("request row_begin kv_begin kv_end work_begin partial num_parts group kv_first kv_len"),
-        *_int32("qo_begin qo_len"),
+        *int32("request row_begin kv_begin kv_end work_begin partial num_parts group kv_first kv_len"),
+        *int32("qo_begin qo_len"),
     )  # fmt: skip
 
 
 class Partition(ctypes.Structure):
     """The work of one CTA. In a cascade `group` and `heads_per_l2_group` mean first_tile and next."""
 
-    _fields_ = (*_int32("kv_head tile offset units partial group num_tiles heads_per_l2_group"),)
+    _fields_ = (*int32("kv_head tile offset units partial group num_tiles heads_per_l2_group"),)
 
 
 class MergeGroup(ctypes.Structure):
     """An entry of the merge table: partials of the same rows."""
 
-    _fields_ = (*_int32("parts_begin parts_end num_rows"), *_uint32("num_arrived"))
+    _fields_ = (*int32("parts_begin parts_end num_rows"), *uint32("num_arrived"))
 
 
 class AttentionParams(ctypes.Structure):
@@ -102,11 +97,11 @@ class AttentionParams(ctypes.Structure):
 
     _fields_ = (
         *operand_fields(ATTENTION_OPERANDS),
-        *_pointers("lse sinks logits_scale_by o_scale_by kv_indices mask mask_indptr tiles partitions groups"),
-        *_pointers("partial_o partial_md"), ("group", FastDivisor), ("page", FastDivisor),
-        *_int32("num_qo_heads num_kv_heads num_tiles num_ctas window_left"),
-        *_float("logits_scale tanh_scale logits_cap o_scale lse_unit"), *_int32("plan_is_resident rows_vary"),
-        *_pointers("rope_frequencies"),
+        *pointers("lse sinks logits_scale_by o_scale_by kv_indices mask mask_indptr tiles partitions groups"),
+        *pointers("partial_o partial_md"), ("group", FastDivisor), ("page", FastDivisor),
+        *int32("num_qo_heads num_kv_heads num_tiles num_ctas window_left"),
+        *floats("logits_scale tanh_scale logits_cap o_scale lse_unit"), *int32("plan_is_resident rows_vary"),
+        *pointers("rope_frequencies"),
     )  # fmt: skip
 
 
@@ -148,8 +143,8 @@ class AttentionFa3Params(ctypes.Structure):
 
     _fields_ = (
         ("base", AttentionParams), ("_to_64", ctypes.c_char * (-ctypes.sizeof(AttentionParams) % 64)),
-        *((name, TensorMap) for name in ("tensor_q", "tensor_k", "tensor_v")), *_pointers("tile_counter"),
-        *_int32("heads_per_l2_group _to_8"), *_pointers("block_mask"), ("_to_end", ctypes.c_char * 40),
+        *((name, TensorMap) for name in ("tensor_q", "tensor_k", "tensor_v")), *pointers("tile_counter"),
+        *int32("heads_per_l2_group _to_8"), *pointers("block_mask"), ("_to_end", ctypes.c_char * 40),
     )  # fmt: skip
 
 
@@ -166,7 +161,7 @@ class AttentionFa3Fp8Params(ctypes.Structure):
     """The same with scales of query heads; see core/params.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
-        *AttentionFa3Params._fields_, *_pointers("q_scales"), *_int64("q_scales_head_stride"),
+        *AttentionFa3Params._fields_, *pointers("q_scales"), *int64("q_scales_head_stride"),
         ("_to_64", ctypes.c_char * 48),
     )  # fmt: skip
 
@@ -175,8 +170,8 @@ class PodParams(ctypes.Structure):
     """The parameters of two kernels in one launch; see kernels/pod.cuh. Allocate with `aligned_copy`."""
 
     _fields_ = (
-        ("prefill", AttentionFa3Params), ("decode", AttentionParams), *_pointers("decode_counter"),
-        *_int32("num_decode_ctas"), ("_to_64", ctypes.c_char * (-(ctypes.sizeof(AttentionParams) + 12) % 64)),
+        ("prefill", AttentionFa3Params), ("decode", AttentionParams), *pointers("decode_counter"),
+        *int32("num_decode_ctas"), ("_to_64", ctypes.c_char * (-(ctypes.sizeof(AttentionParams) + 12) % 64)),
     )  # fmt: skip
 
 
@@ -184,7 +179,7 @@ class AttentionMlaFa3Params(ctypes.Structure):
     """The parameters of MLA kernels with TMA; see core/params.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
-        *AttentionFa3Params._fields_, *operand_fields(MLA_OPERANDS[len(ATTENTION_OPERANDS) :]), *_int32("num_pages"),
+        *AttentionFa3Params._fields_, *operand_fields(MLA_OPERANDS[len(ATTENTION_OPERANDS) :]), *int32("num_pages"),
         ("cache_page", FastDivisor), *operand_fields(blocks_of(SCALED_MLA_OPERANDS)[-1]),
         ("_to_64", ctypes.c_char * 56),
     )  # fmt: skip
@@ -216,11 +211,11 @@ class ScheduleInput(ctypes.Structure):
     """Input of the host's scheduler; see kernels/schedule_attention.h."""
 
     _fields_ = (
-        *_pointers("qo_indptr kv_indptr kv_last_page_len kv_indices seq_lens prefix_indptr kept buffer"),
-        *_int64("capacity num_pages"),
-        *_int32("batch_size qo_len num_kv_heads group_size page_size tile_rows tile_kv mask_mode window_left"),
-        *_int32("start_cost max_ctas fixed_split_size splits_by_length has_tile_counter l2_tokens"),
-        *_int32("num_shared_nodes arrives_late tile_capacity"),
+        *pointers("qo_indptr kv_indptr kv_last_page_len kv_indices seq_lens prefix_indptr kept buffer"),
+        *int64("capacity num_pages"),
+        *int32("batch_size qo_len num_kv_heads group_size page_size tile_rows tile_kv mask_mode window_left"),
+        *int32("start_cost max_ctas fixed_split_size splits_by_length has_tile_counter l2_tokens"),
+        *int32("num_shared_nodes arrives_late tile_capacity"),
     )  # fmt: skip
 
 
@@ -228,11 +223,11 @@ class ScheduleOutput(ctypes.Structure):
     """Output of the host's scheduler."""
 
     _fields_ = (
-        *_int32("error error_request has_kept num_tiles num_ctas is_partitioned is_dynamic heads_per_l2_group"),
-        *_int32("work_per_head nnz_qo"), *_int64("nnz_kv num_partials num_groups mask_bytes kv_tokens"),
-        *_int32("least_page largest_page"),
-        *_int64("tile_counter_offset groups_offset partitions_offset mask_indptr_offset tiles_offset"),
-        *_int64("buffer_bytes filled_bytes staged_bytes"),
+        *int32("error error_request has_kept num_tiles num_ctas is_partitioned is_dynamic heads_per_l2_group"),
+        *int32("work_per_head nnz_qo"), *int64("nnz_kv num_partials num_groups mask_bytes kv_tokens"),
+        *int32("least_page largest_page"),
+        *int64("tile_counter_offset groups_offset partitions_offset mask_indptr_offset tiles_offset"),
+        *int64("buffer_bytes filled_bytes staged_bytes"),
     )  # fmt: skip
 
 
@@ -246,173 +241,14 @@ class ScheduleLengthsParams(ctypes.Structure):
     """Parameters of the scheduler on the device; see kernels/schedule_lengths.cuh."""
 
     _fields_ = (
-        *_pointers("kv_lens qo_indptr kv_indptr tiles first_tiles partitions groups tile_counter o lse"),
-        *_int32("batch_size qo_len max_kv_len pages_per_request num_kv_heads group_size tile_rows tile_kv"),
-        *_int32("mask_mode window_left start_cost max_ctas num_rows max_tiles is_ragged l2_tokens row_vectors"),
-        *_int32("may_divide"),
-    )  # fmt: skip
-
-
-class BlockMaskParams(ctypes.Structure):
-    """Computing the block mask of a custom mask; see kernels/block_mask.cuh."""
-
-    _fields_ = (
-        *_pointers("mask mask_indptr tiles scratch arrivals block_mask"),
-        *_int32("num_tiles tile_rows tile_kv group_size window_left"),
-    )  # fmt: skip
-
-
-class ExpressionBlocksParams(ctypes.Structure):
-    """Computing the block mask of a custom variant; see kernels/expression_blocks.h."""
-
-    _fields_ = (
-        *_pointers("tiles scratch arrivals"),
-        *_int32("num_tiles tile_rows tile_kv group_size mask_mode window_left num_masks mask_heads"),
-        *_int32("tested_heads"),
+        *pointers("kv_lens qo_indptr kv_indptr tiles first_tiles partitions groups tile_counter o lse"),
+        *int32("batch_size qo_len max_kv_len pages_per_request num_kv_heads group_size tile_rows tile_kv"),
+        *int32("mask_mode window_left start_cost max_ctas num_rows max_tiles is_ragged l2_tokens row_vectors"),
+        *int32("may_divide"),
     )  # fmt: skip
 
 
 class StampList(ctypes.Structure):
     """Memory in which a timed variant records the times of work tiles; see tile/shared/stamps.h."""
 
-    _fields_ = (*_pointers("rows"), *_int64("capacity"))
-
-
-class MergeParams(ctypes.Structure):
-    """Merging attention states; kernels/merge.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("v s v_out s_out mask"),
-        *_int64("num_tokens v_token_bytes v_state_bytes s_token_bytes s_state_bytes"),
-        *_int32("num_states num_heads head_dim"), *_float("v_scale"),
-    )  # fmt: skip
-
-
-class AppendParams(ctypes.Structure):
-    """Appending to a paged cache; kernels/append.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("key value k_cache v_cache batch_indices positions kv_indices kv_indptr"),
-        *_int64("nnz num_indices key_token_stride key_head_stride value_token_stride value_head_stride"),
-        *_int64("k_page_stride k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride"),
-        *_int32("batch_size num_pages num_kv_heads head_dim_k head_dim_v page_size"),
-    )  # fmt: skip
-
-
-class AppendNvfp4Params(ctypes.Structure):
-    """Quantising tokens to 4 bits and appending them; kernels/append_nvfp4.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("key value k_cache v_cache k_sf v_sf batch_indices positions kv_indices kv_indptr places"),
-        *_pointers("k_scale_at v_scale_at"),
-        *_int64("nnz num_indices key_token_stride key_head_stride value_token_stride value_head_stride"),
-        *_int64("k_page_stride k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride"),
-        *_int64("k_sf_page_stride k_sf_token_stride k_sf_head_stride v_sf_page_stride v_sf_token_stride"),
-        *_int64("v_sf_head_stride"), *_int32("batch_size num_pages num_kv_heads head_dim_k head_dim_v page_size"),
-        *_float("k_scale v_scale"),
-    )  # fmt: skip
-
-
-class WidenParams(ctypes.Structure):
-    """Converting pages of 8 or 4 bits to 16 bits; kernels/widen.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("k v k_out v_out kv_indices k_sf v_sf"),
-        *_int64("k_page_stride k_token_stride k_head_stride v_page_stride v_token_stride v_head_stride"),
-        *_int64("k_sf_page_stride k_sf_token_stride k_sf_head_stride v_sf_page_stride v_sf_token_stride"),
-        *_int64("v_sf_head_stride"),
-        *_int32("num_indices num_pages page_size num_kv_heads head_dim_k head_dim_v kind _padding"),
-    )  # fmt: skip
-
-
-class HeadRows(ctypes.Structure):
-    """A tensor [tokens, heads, dims]: its address, and strides in elements."""
-
-    _fields_ = (*_pointers("data"), *_int64("page_stride token_stride head_stride"))
-
-
-class RopeHeads(ctypes.Structure):
-    """Queries, keys or values that are rotated or appended; see kernels/rope.h."""
-
-    _fields_ = (
-        *((name, HeadRows) for name in ("rope", "nope", "rope_out", "nope_out")), *_pointers("weight"),
-        *_float("scale"), *_int32("num_heads first_group rotary_dim nope_dim out_type is_paged"),
-    )  # fmt: skip
-
-
-class RopeParams(ctypes.Structure):
-    """Rotating queries and keys; see kernels/rope.h."""
-
-    _fields_ = (
-        ("heads", RopeHeads * 3), *_pointers("pos_ids indptr offsets cos_sin_cache"), *_int64("cos_sin_stride"),
-        *_pointers("batch_indices positions kv_indices kv_indptr"), *_int64("nnz num_indices"),
-        *_int32("batch_size num_pages page_size has_long_pos_ids num_requests num_positions interleave"),
-        *((name, FastDivisor) for name in ("columns", "lanes", "pairs")),
-        *_int32("tokens_of_turn tokens ctas vectors_at"), *_float("eps"), ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
-    )  # fmt: skip
-
-
-class AppendLatentsParams(ctypes.Structure):
-    """Appending latents; kernels/append_latents.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("q_pe k_pe ckv cache cache_rows kv_scale pos_ids cos_sin_cache"),
-        *_int64("nnz q_token_stride q_head_stride k_token_stride ckv_token_stride cos_sin_stride page_bytes"),
-        *_int64("row_bytes scales_at scale_bytes"),
-        *_int32("k_pe_at scale_dims has_powers num_heads rope_dim latent_dim num_pages page_size"),
-        *_int32("has_long_pos_ids num_positions interleave latent_type k_pe_type"),
-    )  # fmt: skip
-
-
-class PageScoresParams(ctypes.Structure):
-    """Scores of pages; kernels/page_scores.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("q bounds pages lens keys"), *_int64("page_stride"),
-        *_int32("batch_size num_kv_heads group_size head_dim num_columns page_size num_pages"),
-    )  # fmt: skip
-
-
-class LatentCache(ctypes.Structure):
-    """A cache of latents, and what is chosen of it; see kernels/gather_latents.h."""
-
-    _fields_ = (
-        *_pointers("pages indices lens"), *_int64("indices_stride page_bytes row_bytes scales_at scale_bytes"),
-        ("page", FastDivisor), *_int32("top_k num_tokens rows_of_len latent_dims rest_at scale_dims kind"),
-    )  # fmt: skip
-
-
-class GatherLatentsParams(ctypes.Structure):
-    """Gathering chosen latents; kernels/gather_latents.h has the shapes."""
-
-    _fields_ = (
-        ("caches", LatentCache * 2), *_pointers("out table"), *_int64("token_stride"),
-        *_int32("num_rows top_k dims _to_8"),
-    )  # fmt: skip
-
-
-class MqaLogitsParams(ctypes.Structure):
-    """Scores of an indexer; kernels/mqa_logits.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("q keys scales weights pages begins ends logits"),
-        *_int64("q_row_bytes q_head_bytes key_page_bytes scale_page_bytes weights_stride pages_stride"),
-        *_int64("logits_stride"), *((name, FastDivisor) for name in ("page", "request", "parts")),
-        *_int32("num_rows num_heads head_dim num_pages width num_keys part_columns lengths_are_shared"),
-        *_int32("is_shifted is_clean _to_8"),
-    )  # fmt: skip
-
-
-class TopTokensParams(ctypes.Structure):
-    """Choosing tokens by scores; kernels/top_tokens.h has the shapes."""
-
-    _fields_ = (
-        *_pointers("scores lens pages tokens"), *_int64("scores_stride pages_stride"), ("page", FastDivisor),
-        *_int32("num_rows num_tokens top_k"),
-    )  # fmt: skip
-
-
-class PackbitsParams(ctypes.Structure):
-    """Packing booleans into bits; kernels/packbits.h has the shapes."""
-
-    _fields_ = (*_pointers("x y segment_begin byte_begin"), *_int64("n num_bytes"), *_int32("num_segments little"))
+    _fields_ = (*pointers("rows"), *int64("capacity"))
