@@ -110,18 +110,18 @@ def _has_distance_bias(problem: AttentionProblem) -> bool:
 
 
 def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other; of
-    these high ones over 8-bit keys of more than 64 dims, which are widened again for each row tile. For a mask made of
-    blocks the highest tiles that cut no block.
+    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other; but
+    then high ones where these are far faster for long prompts: with small heads, over keys that are gathered, which are
+    read again for each row tile, and over 8-bit keys, which are also widened again.
     """
-    if problem.fixed_split_size and not problem.uniform:
-        widest = max(problem.head_dim_qk, problem.head_dim_vo)
-        return shapes[-1 if problem.kv.bits == 8 and widest > 64 else 0].rows
-    if problem.rows <= 2048:
-        return shapes[0].rows
-    queries = mask_blocks(problem.variant.expression)[0] if problem.variant else 0
-    whole = (shape.rows for shape in reversed(shapes) if queries * problem.group_size % shape.rows == 0)
-    return next(whole, shapes[0].rows)
+    if not problem.fixed_split_size or problem.uniform:
+        return shapes[0].rows if problem.rows <= 2048 else shapes[-1].rows
+    is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
+    is_gathered = problem.paged and _page_size_fa3(problem) == ANY_PAGE_SIZE
+    is_high = not is_small if problem.kv.bits == 8 else is_small or is_gathered
+    size = max(0, problem.fixed_split_size)
+    fitting = [shape.rows for shape in shapes if size % shape.kv == 0] or [shapes[0].rows]
+    return fitting[-1 if is_high else 0]
 
 
 def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
