@@ -241,7 +241,7 @@ def cached(*args, **options):
         (varlen(cu_seqlens_k=CU_K[:2]), VALID, "cu_seqlens_k"),
         (varlen(cu_seqlens_k=CU_K, seqused_k=LEN[:1]), VALID, "seqused_k"),
         (varlen(k=K, v=K, block_table=TABLE), VALID, "seqused_k"),
-        (varlen(k=K, v=K, block_table=TABLE, page_table=TABLE, seqused_k=LEN), VALID, "block_table and page_table"),
+        (varlen(k=K, v=K, block_table=TABLE, page_table=TABLE, seqused_k=LEN), VALID, "block_table, page_table"),
         (varlen(k=K, v=K, page_table=TABLE + 1, seqused_k=LEN), VALID, "page_table: expected page numbers below 2"),
         (varlen(k=K, v=K, block_table=TABLE - 1, seqused_k=LEN), VALID, "block_table: expected page numbers"),
         (varlen(cu_seqlens_k=CU_K, causal=True, cp_world_size=2), VALID, "cp_tot_seqused_k"),

@@ -32,17 +32,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from quire.calls import equal_lengths
-from quire.compat.flash_attn_batch import Scoring, Where, Window, attend_batch, attend_equal, new_results, tensor_of
+from quire.compat.flash_attn_batch import Scoring, Window, tensor_of
+from quire.compat.flash_attn_interface_batch import Options, attend, attend_equal, with_lse
 from quire.compat.flash_attn_tokens import (
-    Keys,
     Queries,
     batch_of,
     cache_of,
+    cache_queries,
     check_capacity,
     check_longest,
+    equal_rows,
     keys_of,
-    sizes,
     used_lengths,
     with_new_tokens,
     with_used_lengths,
@@ -129,19 +129,13 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True, window_size=(7, 0)).shape
     torch.Size([2, 5, 8, 64])
     """
-    batch, seqlen_q, num_heads = _check_queries(q)
-    check_shape(tensor_of(k, "k"), "k", sizes("batch", batch, "seqlen_k"))
-    check_shape(tensor_of(v, "v"), "v", sizes("batch", batch, "seqlen_k", k.shape[1], k.shape[2]))
-    scoring = Scoring.of(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, 0, dropout_p, deterministic
-    )
-    batch_k = equal_lengths(batch, k.shape[1])
-    where = Where(None, None, batch_k.lens, batch_k.rows)
-    if all(t.stride(0) == k.shape[1] * t.stride(1) or not t.numel() for t in (k, v)):
-        where = Where(equal_lengths(batch, seqlen_q).offsets, batch_k.offsets, None, None)
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-    out, lse = attend_equal(q, k, v, where, scoring, s_aux, return_attn_probs)
-    return (out, lse, None) if return_attn_probs else out
+    queries, keys = equal_rows(q, k, v)
+    options = _options(
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, 0, dropout_p, deterministic, s_aux,
+        return_attn_probs,
+    )  # fmt: skip
+    found = attend_equal(q, queries, keys, options)
+    return (*found, None) if return_attn_probs else found
 
 
 @replayed
@@ -217,20 +211,16 @@ def flash_attn_varlen_func(
     torch.Size([5, 8, 64])
     """
     check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("total_q", "num_heads", "head_dim")))
-    pages = ("num_blocks", "page_block_size") if block_table is not None else ("total_k",)
-    for tensor, name in ((k, "k"), (v, "v")):
-        check_shape(tensor_of(tensor, name), name, dict.fromkeys((*pages, "num_heads_k", "head_dim")))
-    scoring = Scoring.of(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, q.shape[1], 0, dropout_p, deterministic
-    )
-    for offsets, most, name in (
-        (cu_seqlens_q, max_seqlen_q, "max_seqlen_q"),
-        (cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
-    ):
-        check_longest(offsets, most, name)
-    out, lse = new_results(q, v, return_attn_probs)
-    attend_batch(q, k, v, out, lse, s_aux, Where(cu_seqlens_q, cu_seqlens_k, None, block_table), 0, scoring)
-    return (out, lse.t().contiguous(), None) if lse is not None else out
+    batch = batch_of(cu_seqlens_q)
+    options = _options(
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, 0, dropout_p, deterministic, s_aux,
+        return_attn_probs,
+    )  # fmt: skip
+    check_longest(cu_seqlens_q, max_seqlen_q, "max_seqlen_q")
+    check_longest(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
+    keys = keys_of(k, v, batch, cu_seqlens_k, None, block_table, "block_table")
+    found = with_lse(*attend(Queries(q, None, batch, 0, cu_seqlens_q), keys, options))
+    return (*found, None) if return_attn_probs else found
 
 
 @replayed
@@ -319,27 +309,27 @@ def flash_attn_with_kvcache(
     >>> torch.equal(k_cache[1, 7], k[1, 0])
     True
     """
-    batch, seqlen_q, num_heads = _check_queries(q)
+    queries = cache_queries(q, None, None, None)
     check_flags(rotary_interleaved=rotary_interleaved)
     if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
         name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
         raise ValidationError(f"{name}: expected None beside block_table, which says where keys are.")
     cache, padding = cache_of(
-        k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"
+        k_cache, v_cache, queries.batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"
     )
     if block_table is not None:
         new = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() > 1 else 0
         shapes = q.shape, k_cache.shape, cache.pages.shape, new
         check_capacity(cache.lens, cache.pages.shape[1] * k_cache.shape[1], shapes, new)
-    scoring = Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, num_splits)
-    moves = scoring.causal or (scoring.left, scoring.right) != _ALL
-    queries, keys = with_new_tokens(
-        Queries(q.flatten(0, 1), None, batch, seqlen_q, None), cache, padding, (k, v), None,
-        (rotary_cos, rotary_sin, rotary_interleaved), None, moves, "block_table",
+    options = _options(
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, num_splits, s_aux=s_aux,
+        return_lse=return_softmax_lse,
     )  # fmt: skip
-    where = Where(None, None, keys.lens, keys.table)
-    out, lse = attend_equal(queries.q.view(q.shape), keys.k, keys.v, where, scoring, s_aux, return_softmax_lse)
-    return (out, lse) if return_softmax_lse else out
+    queries, keys = with_new_tokens(
+        queries, cache, padding, (k, v), None, (rotary_cos, rotary_sin, rotary_interleaved), None, options.is_local,
+        "block_table",
+    )  # fmt: skip
+    return attend_equal(q, queries, keys, options)
 
 
 def _flash_attn_forward(
@@ -365,16 +355,13 @@ def _varlen_forward(
     window: Window, softcap: float, alibi_slopes: torch.Tensor | None, num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("total_q", "num_heads", "head_dim")))
-    batch, scoring = batch_of(cu_seqlens_q), Scoring.of(
-        softmax_scale, causal, window, softcap, alibi_slopes, q.shape[1], num_splits
-    )  # fmt: skip
+    batch = batch_of(cu_seqlens_q)
+    options = _options(q, softmax_scale, causal, window, softcap, alibi_slopes, num_splits, return_lse=True)
     used = used_lengths(seqused_k, "seqused_k", batch)
-    keys: Keys = keys_of(k, v, batch, cu_seqlens_k, used, block_table, "block_table")
+    keys = keys_of(k, v, batch, cu_seqlens_k, used, block_table, "block_table")
     queries, keys = with_used_lengths(Queries(q, None, batch, 0, cu_seqlens_q), keys, None, used)
-    out, lse = q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)
-    where = Where(queries.offsets, keys.offsets, keys.lens, keys.table)
-    attend_batch(q, keys.k, keys.v, out, lse, None, where, 0, scoring.for_parts(queries.num_parts))
-    return out, lse.t().contiguous()
+    found: tuple[torch.Tensor, torch.Tensor] = with_lse(*attend(queries, keys, options))
+    return found
 
 
 def _flash_attn_varlen_forward(
@@ -420,10 +407,22 @@ def flash_attn_unpadded_func(
     )  # fmt: skip
 
 
-def _check_queries(q: Any) -> tuple[int, int, int]:
-    """batch, seqlen_q and num_heads."""
-    check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
-    return q.shape[0], q.shape[1], q.shape[2]
+def _options(
+    q: torch.Tensor, softmax_scale: float | None, causal: bool, window: Window, softcap: float | None,
+    alibi_slopes: torch.Tensor | None, num_splits: int, dropout_p: float = 0.0, deterministic: bool = False,
+    s_aux: torch.Tensor | None = None, return_lse: bool = False,
+) -> Options:  # fmt: skip
+    """Checked."""
+    if q.dtype.itemsize == 1:
+        raise UnsupportedError(
+            f"q: expected float16 or bfloat16 (float32 on the CPU), got {q.dtype}; convert q, or call "
+            f"quire.single_prefill_with_kv_cache() or a wrapper, which take 8-bit queries with their scales."
+        )
+    check_flags(return_lse=return_lse)
+    scoring = Scoring.of(
+        softmax_scale, causal, window, softcap, alibi_slopes, q.shape[-2], num_splits, dropout_p, deterministic
+    )
+    return Options(scoring, 0, s_aux, None, return_lse)
 
 
 def _unpacked(tensor: Any, name: str, dims: int, count: int) -> tuple[torch.Tensor, ...]:

@@ -152,24 +152,6 @@ class _Bias(NamedTuple):
         return cls("NONE", _alibi(slopes.dim() == 2, softcap > 0), operands)
 
 
-def attend_equal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where, scoring: Scoring, sinks: torch.Tensor | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """out [batch, seqlen_q, num_heads, head_dim], and the lse as FlashAttention has it."""
-    flat = q.flatten(0, 1)
-    out, lse = new_results(flat, v, return_lse)
-    attend_batch(flat, k, v, out, lse, sinks, where, q.shape[1], scoring)
-    out = out.view(*q.shape[:3], out.shape[2])
-    return out, None if lse is None else lse.view(q.shape[:3]).transpose(1, 2).contiguous()
-
-
-def new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    check_flags(return_lse=return_lse)
-    out = q.new_empty((*q.shape[:2], v.shape[-1]))
-    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-
-
 @operator("flash_attention", writes="out lse", tags=NOT_CAPTURABLE)
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
@@ -184,11 +166,6 @@ def _attend(
     qv, k and v are the parts of latents. logits_by, out_by: one factor each of all logits and of the result. q_scale:
     factors of the heads of 8-bit queries.
     """
-    if out.dtype.itemsize == 1:
-        raise UnsupportedError(
-            f"q: expected float16 or bfloat16 (float32 on the CPU), got {q.dtype}; convert q, or call "
-            f"quire.single_prefill_with_kv_cache() or a wrapper, which take 8-bit queries with their scales."
-        )
     page_size = 0 if block_table is None else k.shape[1]
     dim = q.shape[2] + (0 if qv is None else v.shape[-1])
     is_masked = right > 0 or (chunk > 0 and (not causal or left >= 0))  # bits say which keys a query sees

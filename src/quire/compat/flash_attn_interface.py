@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.calls import equal_lengths
 from quire.compat.flash_attn import _unpacked
 from quire.compat.flash_attn_batch import tensor_of
 from quire.compat.flash_attn_interface_batch import (
@@ -39,26 +38,25 @@ from quire.compat.flash_attn_interface_batch import (
     CacheKeywords,
     Given,
     Keywords,
-    Options,
     Scales,
     ScheduleKeywords,
     VarlenKeywords,
     Window,
     attend,
+    attend_equal,
     check_count,
     ragged_tokens,
     the_same,
+    with_lse,
 )
 from quire.compat.flash_attn_tokens import (
-    Keys,
     Queries,
     batch_of,
     cache_of,
     cache_queries,
     check_longest,
-    flat_qv,
+    equal_rows,
     keys_of,
-    rows_of_keys,
     used_lengths,
     with_new_tokens,
     with_used_lengths,
@@ -100,16 +98,12 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True, attention_chunk=16).shape
     torch.Size([2, 5, 8, 64])
     """
-    check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
-    batch, length, num_heads, _ = q.shape
+    queries, keys = equal_rows(q, k, v, qv)
     options = Given(
-        num_heads, length, softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa,
+        q.shape[2], q.shape[1], softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa,
         sm_margin, return_attn_probs, deterministic,
     ).options("flash_attn_func", Keywords, forks)  # fmt: skip
-    offsets = equal_lengths(batch, length).offsets
-    keys = rows_of_keys(k, v, batch, None, is_ragged=qv is None)
-    queries = Queries(q.flatten(0, 1), flat_qv(qv, q), batch, length, offsets if keys.table is None else None)
-    return _equal(q, queries, keys, options, Scales(q_descale, k_descale, v_descale))
+    return attend_equal(q, queries, keys, options, Scales(q_descale, k_descale, v_descale))
 
 
 @replayed
@@ -199,7 +193,7 @@ def flash_attn_varlen_func(
         keys = ragged_tokens(keys, k.shape[0] if max_seqlen_k is None else int(max_seqlen_k))
     queries, keys = with_used_lengths(Queries(q, qv, batch, 0, cu_seqlens_q), keys, used_q, used_k)
     out, lse = attend(queries, keys, options, Scales(q_descale, k_descale, v_descale))
-    return _with_lse(out, lse)
+    return with_lse(out, lse)
 
 
 @replayed
@@ -265,8 +259,8 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     scales = Scales(q_descale, k_descale, v_descale)
     if cu_seqlens_q is None:
-        return _equal(q, queries, keys, options, scales)
-    return _with_lse(*attend(queries, keys, options, scales))
+        return attend_equal(q, queries, keys, options, scales)
+    return with_lse(*attend(queries, keys, options, scales))
 
 
 def flash_attn_combine(
@@ -339,20 +333,3 @@ def fa_version_unsupported_reason(fa_version: int, device: Any = None) -> str | 
     if not is_choice(fa_version, (2, 3, 4)):
         raise ValidationError(f"fa_version: expected 2, 3 or 4, got {fa_version!r}.")
     return "FA4's keywords (score_mod, mask_mod) are those of quire.flex_attention()" if fa_version == 4 else None
-
-
-def _equal(q: torch.Tensor, queries: Queries, keys: Keys, options: Options, scales: Scales) -> Result:
-    """Results of queries [batch, seqlen_q, num_heads, head_dim]."""
-    given = options.out
-    if given is not None:
-        check_shape(check_output(given, "out"), "out", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
-        if given.shape[:3] != q.shape[:3] or not given.is_contiguous():
-            raise ValidationError(f"out: expected contiguous {[*q.shape[:3], keys.v.shape[-1]]}, got {given.shape}.")
-        options = options._replace(out=given.flatten(0, 1))
-    out, lse = attend(queries, keys, options, scales)
-    out = out.view(*q.shape[:2], *out.shape[1:]) if given is None else given
-    return out if lse is None else (out, lse.view(q.shape[:3]).transpose(1, 2).contiguous())
-
-
-def _with_lse(out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    return out if lse is None else (out, lse.t().contiguous())

@@ -11,15 +11,7 @@ from torch.nn.functional import pad
 from quire.cache.latents import LATENT_DIM
 from quire.compat.flash_attn_batch import Scoring, Where, attend_batch, tensor_of
 from quire.compat.flash_attn_tokens import Keys, Queries, Rows
-from quire.engine.checks import (
-    check_flags,
-    check_output,
-    check_same_device,
-    check_shape,
-    float_sinks,
-    is_choice,
-    to_int32,
-)
+from quire.engine.checks import check_flags, check_output, check_same_device, check_shape, is_choice, to_int32
 from quire.engine.graph import is_capturing
 from quire.errors import UnsupportedError, ValidationError, unexpected_keyword
 
@@ -78,28 +70,25 @@ class ScheduleKeywords(TypedDict, total=False):
 
 _OF_SIGNATURES = {"scheduler_metadata"}  #: passed on beside those of forks
 
-
 #: Keywords of forks that are refused unless they are None or False, and why.
 _REFUSED = {
-    "gather_kv_indices": "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
-    "gather_kv_length": "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
+    **dict.fromkeys(
+        ("gather_kv_indices", "gather_kv_length", "gather_kv_valid_length"),
+        "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
+    ),
+    **dict.fromkeys(
+        ("score_mod", "mask_mod", "aux_tensors", "aux_tensor_leading_dims", "rel_bias", "rel_bias_prep_cache"),
+        "use quire.flex_attention() or a quire.Variant",
+    ),
+    **dict.fromkeys(("sfk", "sfv"), "pass kv_cache_sf of quire.BatchPrefillWithPagedKVCacheWrapper.run()"),
     "only_qv": "pass q and qv, whose products are added",
     "bidirectional_block_ids": "use a custom mask of quire.BatchPrefillWithPagedKVCacheWrapper",
-    "score_mod": "use quire.flex_attention() or a quire.Variant",
-    "mask_mod": "use quire.flex_attention() or a quire.Variant",
-    "aux_tensors": "use quire.flex_attention() or a quire.Variant",
     "q_scale": "q_descale is the factor of 8-bit queries",
     "attention_mask": "use a custom mask of quire.BatchPrefillWithRaggedKVCacheWrapper",
-    "gather_kv_valid_length": "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
     "block_sparse_tensors": "use quire.VariableBlockSparseAttentionWrapper",
-    "aux_tensor_leading_dims": "use quire.flex_attention() or a quire.Variant",
     "dynamic_causal": "call once for the requests with causal=True and once for the others",
     "output_scale": "results have 16 bits",
     "sfq": "quantize keys and values with nvfp4_quantize_append_paged_kv_cache()",
-    "sfk": "pass kv_cache_sf of quire.BatchPrefillWithPagedKVCacheWrapper.run()",
-    "sfv": "pass kv_cache_sf of quire.BatchPrefillWithPagedKVCacheWrapper.run()",
-    "rel_bias": "use quire.flex_attention() or a quire.Variant",
-    "rel_bias_prep_cache": "use quire.flex_attention() or a quire.Variant",
 }
 
 
@@ -170,13 +159,12 @@ class Given(NamedTuple):
             tensor_of(metadata, "scheduler_metadata")
         options = Options(
             scoring, check_count(self.attention_chunk or 0, "attention_chunk"),
-            _one_of(keywords, _SINKS, self.num_heads), get("out"), self.return_lse or any(map(get, _LSE)),
+            _sinks_of(keywords, self.num_heads), get("out"), self.return_lse or any(map(get, _LSE)),
         )  # fmt: skip
         return options._replace(ranks=_ranks(options, self.qo_len, keywords))
 
 
 _LSE = ("return_softmax_lse", "return_attn_probs")
-_SINKS = ("sinks", "s_aux", "learnable_sink")
 
 
 def _check_names(function: str, known: Any, keywords: Mapping[str, Any]) -> None:
@@ -203,15 +191,11 @@ def check_count(value: Any, name: str) -> int:
     return value
 
 
-def _one_of(keywords: Mapping[str, Any], names: tuple[str, ...], num_heads: int) -> torch.Tensor | None:
+def _sinks_of(keywords: Mapping[str, Any], num_heads: int) -> Any:
     """Sinks, for which each fork has another name."""
-    given = [name for name in names if keywords.get(name) is not None]
-    if len(given) > 1:
-        raise ValidationError(f"{', '.join(given)}: expected one of them, as they are names of the same tensor.")
-    if not given:
-        return None
-    sinks = tensor_of(keywords[given[0]], given[0])
-    check_shape(sinks, given[0], {"num_heads": num_heads})
+    sinks, name = the_same({name: keywords.get(name) for name in ("sinks", "s_aux", "learnable_sink")})
+    if sinks is not None:
+        check_shape(tensor_of(sinks, name), name, {"num_heads": num_heads})
     return sinks
 
 
@@ -219,7 +203,7 @@ def the_same(given: Mapping[str, Any]) -> tuple[Any, str]:
     """The value that is given by one of several names, and that name."""
     found = [(value, name) for name, value in given.items() if value is not None]
     if len(found) > 1:
-        names = " and ".join(name for _, name in found)
+        names = ", ".join(name for _, name in found)
         raise ValidationError(f"{names}: expected one of them, as they are names of the same tensor.")
     return found[0] if found else (None, next(iter(given)))
 
@@ -277,13 +261,18 @@ class Scales(NamedTuple):
         return self.q * self.k
 
 
+NO_SCALES = Scales(None, None, None)
+
+
 def _is_one(tensor: torch.Tensor) -> bool:
     """Whether it is one number, expanded."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return bool(tensor.numel()) and all(stride == 0 or size == 1 for size, stride in sizes)
 
 
-def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(
+    queries: Queries, keys: Keys, options: Options, scales: Scales = NO_SCALES
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [rows, num_heads, head_dim of v], and the lse [rows, num_heads] in base e if it is asked for."""
     queries, keys = _together(queries, keys)
     q, qv = queries.q, queries.qv
@@ -305,7 +294,7 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
         queries, keys = _row_by_row(queries, keys, options.ranks)
         scoring = scoring._replace(causal=False, right=-1)
     attend_batch(
-        q, keys.k, keys.v, out, lse, float_sinks(options.sinks, "sinks"),
+        q, keys.k, keys.v, out, lse, options.sinks,
         Where(queries.offsets, keys.offsets, keys.lens, keys.table), queries.qo_len, scoring, options.chunk, qv,
         factors.logits_by, factors.out_by, factors.q_heads,
     )  # fmt: skip
@@ -314,6 +303,24 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     elif factors.out_number is not None:
         out.mul_(factors.out_number)
     return out if options.out is None or options.out is out else options.out.copy_(out), lse
+
+
+def attend_equal(q: torch.Tensor, queries: Queries, keys: Keys, options: Options, scales: Scales = NO_SCALES) -> Any:
+    """Results of queries [batch, seqlen_q, num_heads, head_dim]."""
+    given = options.out
+    if given is not None:
+        check_shape(check_output(given, "out"), "out", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
+        if given.shape[:3] != q.shape[:3] or not given.is_contiguous():
+            raise ValidationError(f"out: expected contiguous {[*q.shape[:3], keys.v.shape[-1]]}, got {given.shape}.")
+        options = options._replace(out=given.flatten(0, 1))
+    out, lse = attend(queries, keys, options, scales)
+    out = out.view(*q.shape[:2], *out.shape[1:]) if given is None else given
+    return out if lse is None else (out, lse.view(q.shape[:3]).transpose(1, 2).contiguous())
+
+
+def with_lse(out: torch.Tensor, lse: torch.Tensor | None) -> Any:
+    """What functions of concatenated requests return."""
+    return out if lse is None else (out, lse.t().contiguous())
 
 
 def _together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:

@@ -138,6 +138,15 @@ def rows_of_keys(k: Any, v: Any, batch: int, lens: torch.Tensor | None, is_ragge
     return Keys(k, v, None, equal.lens if lens is None else lens, equal.rows)
 
 
+def equal_rows(q: Any, k: Any, v: Any, qv: torch.Tensor | None = None) -> tuple[Queries, Keys]:
+    """Of q, k, v [batch, seqlen, heads, head_dim]."""
+    queries = cache_queries(q, qv, None, None)
+    keys = rows_of_keys(k, v, queries.batch, None, is_ragged=qv is None)
+    if keys.table is None:
+        queries = queries._replace(offsets=equal_lengths(queries.batch, queries.qo_len).offsets)
+    return queries, keys
+
+
 def keys_of(
     k: Any, v: Any, batch: int, offsets: torch.Tensor | None, used: torch.Tensor | None, table: Any, name: str
 ) -> Keys:
