@@ -203,21 +203,15 @@ def make_plan(
     uploader = None
     if on_cuda(device):
         uploader = uploader_of(device, for_capture=for_one_call and graph is None and is_capturing(device))
-    schedule, note = make_schedule(indices, template.schedule, uploader), ""
+    template, schedule, note = _schedule(decision, indices, options, workspace, template, uploader)
     s = schedule.sizes
-    if not config.says_nothing_of_pages() and config.checks_pages() and not is_capturing(device):
-        s.largest_page = _largest_page(indices)
-    does_not_fit = s.num_partials * template.partial_bytes > workspace.most_bytes
-    if does_not_fit and not options.fixed_split_size and not options.cascade:
-        template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
-        s = schedule.sizes
     params, base = template.new_params()
     stream = 0 if uploader is None else uploader.stream
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
     partials = None
     if not for_one_call:
         num_bytes = s.num_partials * template.partial_bytes
-        if does_not_fit and options.fixed_split_size == OWN_SPLITS:
+        if num_bytes > workspace.most_bytes and options.fixed_split_size == OWN_SPLITS:
             partials, note = _partials_beside(workspace, num_bytes, graph)
         else:
             partials = workspace.take(num_bytes)
@@ -245,10 +239,8 @@ def make_plan(
         todo, ctas = _fill(decision, template, params, s, at, own, units)
         if operation is not None and todo is not None and ctas:
             if _sorts_tiles(decision, s):
-                todo.scratch, todo.arrivals = (
-                    -(-(own + mask_bytes) // TILE_ALIGNMENT) * TILE_ALIGNMENT,
-                    at + s.tile_counter_offset,
-                )
+                scratch = -(-(own + mask_bytes) // TILE_ALIGNMENT) * TILE_ALIGNMENT
+                todo.scratch, todo.arrivals = scratch, at + s.tile_counter_offset
             launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity
@@ -260,6 +252,22 @@ def make_plan(
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
         schedule_input=template.schedule, own_partials=template.own_partials(s.num_partials) if for_one_call else None,
     )  # fmt: skip
+
+
+def _schedule(
+    decision: Decision, indices: Indices, options: PlanOptions, workspace: Workspace, template: _PlanTemplate,
+    uploader: Uploader | CaptureUploader | None,
+) -> tuple[_PlanTemplate, Schedule, str]:  # fmt: skip
+    """The schedule, and its template; of fewer partitions if the workspace holds no more partial results, which a note
+    says.
+    """
+    schedule = make_schedule(indices, template.schedule, uploader)
+    if not config.says_nothing_of_pages() and config.checks_pages() and not is_capturing(workspace.device):
+        schedule.sizes.largest_page = _largest_page(indices)
+    fits = schedule.sizes.num_partials * template.partial_bytes <= workspace.most_bytes
+    if fits or options.fixed_split_size or options.cascade:
+        return template, schedule, ""
+    return _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
 
 
 def _largest_page(indices: Indices) -> int:
