@@ -20,8 +20,8 @@ from quire import cli
 from quire.cli import speed
 from quire.cli.aot import read_manifest
 from quire.cli.bench import Row, Worker, _judge, measure, order_bound, read_batches
+from quire.engine.inspection import _grouped
 from quire.engine.schedule import Lengths
-from quire.engine.spec import _grouped
 from quire.errors import ValidationError
 
 #: A version whose run() takes 5 % more processor time.
@@ -124,7 +124,7 @@ def test_what_cannot_be_replayed_is_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_is_recorded_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.spec.AttentionSpec.record", lambda *_: pytest.fail("it was described"))
+    monkeypatch.setattr("quire.engine.attention.record", lambda *_: pytest.fail("it was described"))
     monkeypatch.setattr("quire.jit.recorded", set())
     attend([5], [41])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import quire
 from calls import capture, outputs, plan_decode, plan_paged, plan_ragged
 from problems import PagedCache, Problem, ints, workspace
-from quire.engine import graph, planner
+from quire.engine import planner, spec
 from quire.engine import run as run_module
 from quire.engine.run import RunOptions
 
@@ -327,7 +327,7 @@ def test_a_first_plan_that_fails_late_leaves_nothing(monkeypatch, dtype):
     p, longer = decode_problem((3, 4), dtype, "cpu"), decode_problem((30, 90), dtype, "cpu")
     with monkeypatch.context() as patch:
         patch.setattr(planner, "AttentionPlan", None)
-        patch.setattr(graph.GraphState, "keep", lambda *_: (_ for _ in ()).throw(quire.PlanError("injected")))
+        patch.setattr(spec.GraphState, "keep", lambda *_: (_ for _ in ()).throw(quire.PlanError("injected")))
         with pytest.raises(quire.PlanError, match="injected"):
             plan_decode(wrapper, p, p.paged(PAGE_SIZE))
     wrapper.reset_workspace_buffer(workspace("cpu"))

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from quire.engine.graph import GraphState
 from quire.engine.schedule import Indices, Lengths, check_fits_on_device, make_schedule, schedule_input
+from quire.engine.spec import GraphState
 from quire.errors import ValidationError
 from quire.kernels import TileShape
 from quire.kernels.features import MaskMode

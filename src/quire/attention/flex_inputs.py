@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine.checks import check_shape, check_tensor
-from quire.engine.device import target_of
-from quire.engine.graph import is_capturing
+from quire.engine.device import is_capturing, target_of
 from quire.engine.launch import launch
 from quire.engine.operands import write_operands
 from quire.engine.options import PlanOptions

@@ -19,14 +19,12 @@ from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.calls.single import single_prefill_with_kv_cache, spec_of_one
 from quire.engine.attention import planned
 from quire.engine.checks import check_flags, check_tensor
-from quire.engine.device import on_cuda
-from quire.engine.graph import is_capturing
+from quire.engine.device import is_capturing, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import FusedPod
-from quire.engine.operands import variant_of
+from quire.engine.operands import NO_OPERANDS, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import foreign
-from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache

@@ -20,7 +20,7 @@ from quire.engine.checks import (
     scalar,
     to_int32,
 )
-from quire.engine.graph import is_capturing
+from quire.engine.device import is_capturing
 from quire.engine.operators import is_tracing
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.tensors import PagedCache, cache_tensors

@@ -25,8 +25,7 @@ from quire.engine.checks import (
     refuse,
     to_int32,
 )
-from quire.engine.device import UserWorkspace
-from quire.engine.graph import refuse_capture
+from quire.engine.device import UserWorkspace, refuse_capture
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result, RunOptions

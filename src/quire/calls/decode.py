@@ -15,10 +15,9 @@ from quire.engine.batch import PaddedQueries
 from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor
 from quire.engine.device import UserWorkspace, Workspace
 from quire.engine.launch import refuse_make_fx
-from quire.engine.operands import OperandValue, split_operands, variant_of
+from quire.engine.operands import NO_OPERANDS, OperandValue, split_operands, variant_of
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
-from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec

@@ -16,11 +16,10 @@ import torch
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
-from quire.engine.operands import OperandValue, by_position, split_operands, variant_of, variant_of_module
+from quire.engine.operands import NO_OPERANDS, OperandValue, by_position, split_operands, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
-from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_count
 from quire.engine.spec import AttentionSpec

@@ -24,11 +24,10 @@ from quire.engine.checks import (
     number,
     to_int32,
 )
-from quire.engine.device import OwnWorkspace
-from quire.engine.graph import refuse_capture
+from quire.engine.device import OwnWorkspace, refuse_capture
+from quire.engine.operands import NO_OPERANDS
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, is_deterministic, logits_options, split_size
-from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets
 from quire.engine.spec import READS_8_BITS, AttentionSpec

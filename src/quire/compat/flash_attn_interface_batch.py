@@ -12,7 +12,7 @@ from quire.cache.latents import LATENT_DIM
 from quire.compat.flash_attn_batch import Scoring, Where, attend_batch, tensor_of
 from quire.compat.flash_attn_tokens import Keys, Queries, Rows
 from quire.engine.checks import check_flags, check_output, check_same_device, check_shape, is_choice, to_int32
-from quire.engine.graph import is_capturing
+from quire.engine.device import is_capturing
 from quire.errors import UnsupportedError, ValidationError, unexpected_keyword
 
 ROPE_DIM = 64  #: dims of q beside qv

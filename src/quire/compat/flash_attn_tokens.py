@@ -12,7 +12,7 @@ from quire.cache.rope import apply_rope_with_cos_sin_cache
 from quire.calls import check_page_numbers, equal_lengths, row_step, token_pages
 from quire.compat.flash_attn_batch import Source, tensor_of
 from quire.engine.checks import check_same_device, check_shape, check_tensor, number, to_int32
-from quire.engine.graph import is_capturing
+from quire.engine.device import is_capturing
 from quire.engine.operators import is_tracing
 from quire.errors import ValidationError
 from quire.jit import config

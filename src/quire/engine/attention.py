@@ -18,9 +18,16 @@ from torch._C._autograd import _profiler_enabled as _is_profiler_enabled
 
 from quire import jit
 from quire.engine import rope_prologue, upcast
-from quire.engine.device import OwnWorkspace, Workspace, current_stream, on_cuda, partials_bytes
-from quire.engine.graph import GraphState, is_capturing, refuse_capture
-from quire.engine.inspection import Explanation, Placed, Timeline, figures_of, place_work
+from quire.engine.device import (
+    OwnWorkspace,
+    Workspace,
+    current_stream,
+    is_capturing,
+    on_cuda,
+    partials_bytes,
+    refuse_capture,
+)
+from quire.engine.inspection import Explanation, Placed, Timeline, figures_of, place_work, record
 from quire.engine.launch import AttentionPlan, base_of, launch
 from quire.engine.operands import pack_mask, unexpected
 from quire.engine.options import LogitsOptions, PlanOptions
@@ -28,7 +35,7 @@ from quire.engine.planner import TILE_ALIGNMENT, load, make_plan, plan_template,
 from quire.engine.rope_prologue import Prologue
 from quire.engine.run import PLAIN, CheckedTensors, PlannedRun, Result, RunOptions
 from quire.engine.schedule import Indices, Lengths, address_of, check_fits_on_device
-from quire.engine.spec import AttentionSpec, within_limits
+from quire.engine.spec import AttentionSpec, GraphState, within_limits
 from quire.engine.tensors import PagedCache
 from quire.errors import CacheMissError, PlanError, UnsupportedError
 from quire.jit import CudaModule, config
@@ -86,7 +93,7 @@ class Attention(PlannedRun):
         except CacheMissError:
             raise jit.cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
         if jit.recorded:
-            spec.record(self.decision, layout, self._device)
+            record(spec, self.decision, layout, self._device)
         if note:
             self._plan.note = f"{note}; {self._plan.note}" if self._plan.note else note
         if graph is not None and not graph.awaits_forward and requested.logits != options.logits:

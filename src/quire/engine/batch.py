@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor, host_indices, to_int32
-from quire.engine.graph import is_capturing
+from quire.engine.device import is_capturing
 from quire.engine.operands import RemappedOperands, int32_table
 from quire.engine.schedule import Indices, Lengths, ScheduleCache, check_count, check_offsets, without_gaps
 from quire.errors import PlanError, ValidationError

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine.checks import check_tensor
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.jit import host_target
 from quire.jit.machine import cuda_target, driver
 
@@ -359,3 +359,30 @@ def uploader_of(device: torch.device, *, for_capture: bool = False) -> Uploader 
     if for_capture:
         return CaptureUploader(*key)
     return _uploaders.get(key) or _uploaders.setdefault(key, Uploader(*key))
+
+
+# --- captures of CUDA graphs
+
+
+# --- captures of CUDA graphs -----------------------------------------------------------------------------------------
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a GPU is being captured, which the default stream never is."""
+    if not on_cuda(device) or not torch._C._cuda_getCurrentRawStream(index := device.index or 0):
+        return False
+    if torch._C._cuda_getDevice() == index:  # torch answers for the current device
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(index):
+        return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def refuse_capture(what: str, device: torch.device) -> None:
+    """PlanError in a capture of a CUDA graph: a replay would read memory that `what` made and that may be freed by
+    then.
+    """
+    if is_capturing(device):
+        raise PlanError(
+            f"{what} cannot be captured in a CUDA graph: construct the wrapper with use_cuda_graph=True and its "
+            f"buffers, and call plan() before the capture and before each replay."
+        )

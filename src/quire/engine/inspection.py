@@ -1,4 +1,4 @@
-"""What a plan will do and has done: its work tiles, their time stamps, and the text of explain().
+"""What a plan will do and has done: its work tiles, their time stamps, the text of explain(), the record of its batch.
 
 This is WorkCursor of core/schedule.h in Python, for pictures only.
 """
@@ -11,14 +11,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from io import StringIO
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.engine.schedule import Indices, Schedule, make_schedule
+from quire.engine.checks import last_entry
+from quire.engine.device import is_capturing
+from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule
+from quire.engine.spec import AttentionSpec
 from quire.errors import PlanError
+from quire.jit import record_batch
 from quire.kernels import Decision
 from quire.kernels.attention import OWN_SPLITS
+from quire.kernels.features import KVLayout, MaskMode
 from quire.kernels.params import Partition, RowTile, ScheduleInput, ScheduleOutput
 
 if TYPE_CHECKING:
@@ -308,3 +314,67 @@ def _mode(sizes: ScheduleOutput, fixed_split_size: int) -> str:
     if sizes.is_partitioned:
         return f"{sizes.num_ctas} partitions of equal cost (stream-K)"
     return f"{sizes.num_ctas} whole row tiles of a KV head, the longest first"
+
+
+# --- batches for `quire bench` ---------------------------------------------------------------------------------------
+
+
+def record(spec: AttentionSpec, decision: Decision, layout: KVLayout, device: torch.device) -> None:
+    """Append a batch to the record, if it is the first of its size for the variant (see `quire bench`)."""
+    indices = spec.indices
+    if isinstance(indices, Lengths) and is_capturing(device):
+        return
+    tokens = 0 if isinstance(indices, Lengths) else last_entry(indices.kv_indptr) * max(1, indices.page_size)
+    size = ".".join(str(number.bit_length()) for number in (indices.batch_size, spec.nnz_qo, tokens))
+    record_batch(decision.spec, size, lambda: _described(spec, layout))
+
+
+def _described(spec: AttentionSpec, layout: KVLayout) -> dict[str, Any]:
+    """The batch as `quire bench` reads it: plain numbers and words, lengths in groups of equal ones."""
+    options, logits = spec.options, spec.options.logits
+    types = {"q": options.types.given or options.types.q, "kv": options.types.kv, "o": options.types.o}
+    return {
+        "requests": None if _is_particular(spec) else _grouped(spec.indices),
+        "uniform": spec.indices.qo_indptr is None, "mask": spec.mask.name.lower(), "layout": layout.name,
+        "num_qo_heads": options.num_qo_heads, "num_kv_heads": options.num_kv_heads,
+        "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "page_size": options.page_size,
+        "is_mla": options.is_mla, **{f"{name}_data_type": kind.torch_name for name, kind in types.items()},
+        "sm_scale": logits.sm_scale, "window_left": logits.window_left, "logits_soft_cap": logits.logits_soft_cap,
+        "pos_encoding_mode": logits.pos_encoding.name, "fixed_split_size": options.fixed_split_size,
+    }  # fmt: skip
+
+
+def _is_particular(spec: AttentionSpec) -> bool:
+    """Whether a batch with random tensors and these lengths would be another problem: one with a mask made of bits,
+    a variant, a tree of shared keys, or scales within a row.
+    """
+    options, plain = spec.options, (MaskMode.NONE, MaskMode.CAUSAL)
+    return options.variant is not None or options.cascade or options.tile_scales or spec.mask not in plain
+
+
+_MOST_GROUPS = 64  #: of lengths in a recorded batch
+
+
+def _grouped(indices: Indices | Lengths) -> list[list[int]]:
+    """[requests, qo_len, kv_len] of each group of requests with equal lengths, the longest first.
+
+    Of more than 64 groups every n-th stands for its neighbours.
+    """
+    qo_lens, kv_lens = _lens(indices)
+    pairs = sorted(zip(kv_lens.tolist(), qo_lens.tolist(), strict=True), reverse=True)
+    groups = [[len(list(equal)), qo_len, kv_len] for (kv_len, qo_len), equal in groupby(pairs)]
+    step = max(1, -(-len(groups) // _MOST_GROUPS))
+    parts = [groups[i : i + step] for i in range(0, len(groups), step)]
+    return [[sum(count for count, _, _ in part), *part[len(part) // 2][1:]] for part in parts]
+
+
+def _lens(indices: Indices | Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and tokens of each request. Where only a device knows them, reading them waits for it."""
+    if isinstance(indices, Indices):
+        return indices.qo_lens(), indices.kv_lens()
+    same = torch.full((indices.batch_size,), indices.qo_len, device="cpu")
+    qo_lens = same if indices.qo_indptr is None else indices.qo_indptr.diff()
+    if indices.kv_lens is not None:
+        return qo_lens, indices.kv_lens
+    longest = torch.full_like(same, indices.max_kv_len)
+    return qo_lens, longest if indices.kv_indptr is None else indices.kv_indptr.diff()

@@ -31,6 +31,8 @@ from quire.kernels.operation import PARALLEL_THREADS, OperationKey, PackbitsPara
 
 _Number = TypeVar("_Number")
 
+NO_OPERANDS: Mapping[str, Any] = {}
+
 
 class Number(Protocol):
     """A float or an integer, also numpy's; no bool, whose `+` is an integer: so type checkers find `casual=True`."""

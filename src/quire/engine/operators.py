@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from quire.engine.attention import planned
 from quire.engine.launch import recorded
-from quire.engine.planner import NO_OPERANDS
+from quire.engine.operands import NO_OPERANDS
 from quire.engine.run import PLAIN, RunOptions
 from quire.engine.tensors import PagedCache, cache_tensors
 from quire.engine.upcast import numbers_in_byte

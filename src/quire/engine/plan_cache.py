@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quire.engine.attention import Attention
-from quire.engine.device import OwnWorkspace, current_stream
-from quire.engine.graph import is_capturing
+from quire.engine.device import OwnWorkspace, current_stream, is_capturing
 from quire.engine.launch import recorded
 from quire.engine.operators import is_tracing
 from quire.engine.replay import Recording, Replay, fits_of, getter

@@ -18,16 +18,18 @@ from quire.engine.device import (
     OwnWorkspace,
     Uploader,
     Workspace,
+    is_capturing,
     max_ctas,
     on_cuda,
     partials_bytes,
+    refuse_capture,
     uploader_of,
 )
-from quire.engine.graph import GraphState, is_capturing, refuse_capture
 from quire.engine.launch import LOG2E, AttentionPlan, OwnPartials, base_of, launch
-from quire.engine.operands import check_names, write_operands
+from quire.engine.operands import NO_OPERANDS, check_names, write_operands
 from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule, measure_schedule, schedule_input
+from quire.engine.spec import GraphState
 from quire.errors import PlanError, ValidationError
 from quire.jit import CudaModule, HostModule, Module, config, get_module, host_target
 from quire.jit.unit import Spec
@@ -45,7 +47,6 @@ from quire.kernels.operation import (
 )
 from quire.kernels.params import AttentionParams, FastDivisor, RowTile, ScheduleInput, ScheduleOutput, aligned_copy
 
-NO_OPERANDS: Mapping[str, Any] = {}
 TILE_ALIGNMENT = 16  #: bytes, of row tiles
 _MOST_MASK_BYTES = 1 << 28  #: of block masks for each KV head
 

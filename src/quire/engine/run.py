@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine.checks import check_flags, check_output, check_shape, check_tensor, scalar, shape_of
-from quire.engine.device import allocator
-from quire.engine.graph import GraphState, is_capturing, refuse_capture
+from quire.engine.device import allocator, is_capturing, refuse_capture
 from quire.engine.launch import NO_EXTRAS, AttentionPlan, EncodedMaps, Extras, recorded
-from quire.engine.operands import addresses_of, check_names, unexpected, write_operands
+from quire.engine.operands import NO_OPERANDS, addresses_of, check_names, unexpected, write_operands
 from quire.engine.options import PlanOptions
-from quire.engine.planner import NO_OPERANDS, index_limits
+from quire.engine.planner import index_limits
 from quire.engine.rope_prologue import Prologue
 from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec
+from quire.engine.spec import AttentionSpec, GraphState
 from quire.engine.tensors import (
     Expected,
     PagedCache,

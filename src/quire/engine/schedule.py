@@ -10,8 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from quire.engine.checks import check_same_device, check_shape, check_tensor, to_int32
-from quire.engine.device import CaptureUploader, HostBuffer, Uploader
-from quire.engine.graph import is_capturing
+from quire.engine.device import CaptureUploader, HostBuffer, Uploader, is_capturing
 from quire.errors import ValidationError
 from quire.jit import HostModule, config, get_module, host_target
 from quire.kernels import TileShape

@@ -1,26 +1,46 @@
-"""What plan() was asked for: the batch and the options of an attention, checked, without tensors of run()."""
+"""What plan() was asked for: the batch and the options of an attention, checked, without tensors of run().
+
+And what of it later plans of a CUDA graph may change. A captured call reads everything from fixed addresses, so plan()
+can change lengths between replays.
+
+A graph keeps the launch that it captured: the grid, and the parameter struct by value. The schedule therefore always
+has one partition for each resident CTA, and everything that depends on lengths is in one buffer, which each plan()
+refills. The first successful plan() fixes everything else; a later plan() with other options is an error.
+
+Engines call plan() with defaults, and pass the scale, the soft cap, the window and `causal` to forward(). Scale and cap
+are parameters of each launch. The others decide about the kernel and the schedule: the first forward() fixes them, and
+later calls of plan() with the same arguments as the first use them.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from quire.engine.checks import check_positive, check_shape, check_tensor, host_indices, last_entry, to_int32
-from quire.engine.device import target_of
-from quire.engine.graph import GraphState, is_capturing
-from quire.engine.operands import describe, refuse_beside
-from quire.engine.options import PlanOptions
-from quire.engine.planner import NO_OPERANDS
+from quire.engine.checks import (
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    host_indices,
+    last_entry,
+    to_int32,
+)
+from quire.engine.device import is_capturing, target_of
+from quire.engine.operands import NO_OPERANDS, describe, refuse_beside
+from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths
-from quire.errors import UnsupportedError, ValidationError
-from quire.jit import config, is_obtainable, is_recording, record_batch, record_use, without_matrix_unit
-from quire.kernels import PIN, AttentionProblem, Decision, decide, same_rows, variants_for_all_lengths
-from quire.kernels.features import KVLayout, MaskMode, PosEncodingMode, planned_features
+from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
+from quire.kernels import PIN, AttentionProblem, Decision, TileShape, decide, same_rows, variants_for_all_lengths
+from quire.kernels.features import MaskMode, PosEncodingMode, planned_features
 from quire.kernels.hopper import FA3_FP8
 
 #: The backend that takes 8-bit queries as they are.
@@ -159,69 +179,11 @@ class AttentionSpec(NamedTuple):
         options = self.options.settled()
         return self if options is self.options else self._replace(options=options)
 
-    def record(self, decision: Decision, layout: KVLayout, device: torch.device) -> None:
-        """Append this batch to the record, if it is the first of its size for the variant (see `quire bench`)."""
-        indices = self.indices
-        if isinstance(indices, Lengths) and is_capturing(device):
-            return
-        tokens = 0 if isinstance(indices, Lengths) else last_entry(indices.kv_indptr) * max(1, indices.page_size)
-        size = ".".join(str(number.bit_length()) for number in (indices.batch_size, self.nnz_qo, tokens))
-        record_batch(decision.spec, size, lambda: self._described(layout))
-
-    def _described(self, layout: KVLayout) -> dict[str, Any]:
-        """The batch as `quire bench` reads it: plain numbers and words, lengths in groups of equal ones."""
-        options, logits = self.options, self.options.logits
-        types = {"q": options.types.given or options.types.q, "kv": options.types.kv, "o": options.types.o}
-        return {
-            "requests": None if self._is_particular() else _grouped(self.indices),
-            "uniform": self.indices.qo_indptr is None, "mask": self.mask.name.lower(), "layout": layout.name,
-            "num_qo_heads": options.num_qo_heads, "num_kv_heads": options.num_kv_heads,
-            "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "page_size": options.page_size,
-            "is_mla": options.is_mla, **{f"{name}_data_type": kind.torch_name for name, kind in types.items()},
-            "sm_scale": logits.sm_scale, "window_left": logits.window_left, "logits_soft_cap": logits.logits_soft_cap,
-            "pos_encoding_mode": logits.pos_encoding.name, "fixed_split_size": options.fixed_split_size,
-        }  # fmt: skip
-
-    def _is_particular(self) -> bool:
-        """Whether a batch with random tensors and these lengths would be another problem: one with a mask made of bits,
-        a variant, a tree of shared keys, or scales within a row.
-        """
-        options, plain = self.options, (MaskMode.NONE, MaskMode.CAUSAL)
-        return options.variant is not None or options.cascade or options.tile_scales or self.mask not in plain
-
     def with_8_bit_queries(self, backend: str) -> AttentionSpec:
         """The same with queries that are not upcast, if `backend` names the kernel that reads them as they are."""
         if str(backend) != READS_8_BITS or self.options.types.given is None:
             return self
         return self._replace(options=self.options._replace(types=self.options.types.without_upcast))
-
-
-_MOST_GROUPS = 64  #: of lengths in a recorded batch
-
-
-def _grouped(indices: Indices | Lengths) -> list[list[int]]:
-    """[requests, qo_len, kv_len] of each group of requests with equal lengths, the longest first.
-
-    Of more than 64 groups every n-th stands for its neighbours.
-    """
-    qo_lens, kv_lens = _lens(indices)
-    pairs = sorted(zip(kv_lens.tolist(), qo_lens.tolist(), strict=True), reverse=True)
-    groups = [[len(list(equal)), qo_len, kv_len] for (kv_len, qo_len), equal in groupby(pairs)]
-    step = max(1, -(-len(groups) // _MOST_GROUPS))
-    parts = [groups[i : i + step] for i in range(0, len(groups), step)]
-    return [[sum(count for count, _, _ in part), *part[len(part) // 2][1:]] for part in parts]
-
-
-def _lens(indices: Indices | Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and tokens of each request. Where only a device knows them, reading them waits for it."""
-    if isinstance(indices, Indices):
-        return indices.qo_lens(), indices.kv_lens()
-    same = torch.full((indices.batch_size,), indices.qo_len, device="cpu")
-    qo_lens = same if indices.qo_indptr is None else indices.qo_indptr.diff()
-    if indices.kv_lens is not None:
-        return qo_lens, indices.kv_lens
-    longest = torch.full_like(same, indices.max_kv_len)
-    return qo_lens, longest if indices.kv_indptr is None else indices.kv_indptr.diff()
 
 
 @lru_cache(maxsize=4096)
@@ -241,6 +203,205 @@ def _decide(
         for spec in variants_for_all_lengths(problem, backend):
             record_use(spec)
     return decision
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+_OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both names mean the same
+
+
+class GraphState:
+    """The state shared by a wrapper's plans: the caller's buffers, and the limits that the first successful plan() set.
+
+    `batch_size`: number of requests. `kv_indices`: buffer for page numbers (None: ragged). `mask`: buffer for the bits
+    of custom masks. Until a plan() has succeeded (`keep`), each plan() sets the limits again.
+    """
+
+    def __init__(self, batch_size: int, kv_indices: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        self.batch_size = batch_size
+        self.kv_indices = kv_indices
+        self.mask = mask
+        self.decision: Decision | None = None
+        self.max_rows = 0  #: rows of q of the first plan
+        self.max_tokens = 0  #: tokens of keys of the first plan, or of as many pages as kv_indices takes
+        self.requested: PlanOptions | None = None  #: by the first plan()
+        self.launched: PlanOptions | None = None  #: the same, or what forward() asked for
+        self.has_run = False  #: a capture may hold the launch
+        self.is_forwarded = False  #: forward() gives the scale and the cap of each launch
+        self.awaits_forward = False  #: the last plan() asked for other options than the launch has
+        self._fixed: dict[str, Any] = {}
+        self._buffer: torch.Tensor | None = None
+        self._partials: torch.Tensor | None = None
+        self._params = b""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan() has succeeded."""
+        return bool(self._params)
+
+    def options(self, requested: PlanOptions) -> PlanOptions:
+        """The options of a plan() with these arguments: PlanError if the launch has others."""
+        if not self.is_planned:
+            self.requested = self.launched = requested
+        assert self.requested is not None and self.launched is not None
+        self.awaits_forward = self._difference(self.launched, requested) is not None
+        if self.awaits_forward and (
+            self.launched is self.requested or self._difference(self.requested, requested) is not None
+        ):
+            self.refuse(self.requested, requested)
+        return self.launched
+
+    def refuse(self, launched: PlanOptions, options: PlanOptions) -> None:
+        """PlanError that names the first of `options` that differs from the launch."""
+        name = self._difference(launched, options)
+        assert name is not None
+        _refuse(name, getattr(launched, name), getattr(options, name))
+
+    def _difference(self, one: PlanOptions, other: PlanOptions) -> str | None:
+        """The name of an option in which both differ, except for parameters of each launch."""
+        for name, left, right in zip(one._fields, one, other, strict=True):
+            if left != right and not (name == "logits" and self._is_same_launch(one.logits, other.logits)):
+                return name
+        return None
+
+    def _is_same_launch(self, one: LogitsOptions, other: LogitsOptions) -> bool:
+        if not one.has_same_kernel(other):
+            return False
+        numbers = (one.sm_scale, other.sm_scale), (one.logits_soft_cap, other.logits_soft_cap)
+        return self.is_forwarded or all(math.isclose(*pair, rel_tol=1e-6) for pair in numbers)  # as float32
+
+    def for_forward(self, options: PlanOptions) -> GraphState:
+        """The state for a new launch, if the first forward() has other options than plan() had."""
+        assert self.launched is not None
+        if self.has_run:
+            self.refuse(self.launched, options)
+        if self.kv_indices is not None and is_capturing(self.kv_indices.device):
+            raise PlanError(
+                "forward(): in a capture its options must be those of plan(), or of a forward() before the capture, "
+                "which fixes them: call forward() once before it."
+            )
+        return self.unplanned()
+
+    def unplanned(self) -> GraphState:
+        """A state for another launch of the same buffers."""
+        state = GraphState(self.batch_size, self.kv_indices, self.mask)
+        state.is_forwarded = self.is_forwarded
+        return state
+
+    def record_forward(self, requested: PlanOptions | None) -> None:
+        """Record that a forward() has its launch, after a plan() with the arguments `told`."""
+        self.requested, self.is_forwarded, self.awaits_forward = requested, True, False
+
+    def fix(self, **values: Any) -> None:
+        """Check that these values equal those of the first plan(); PlanError otherwise."""
+        if not self.is_planned:
+            self._fixed = values
+        for name, value in values.items():
+            if value != self._fixed[name]:
+                _refuse(name, self._fixed[name], value)
+
+    @property
+    def partials(self) -> torch.Tensor | None:
+        """The memory of partial results of all plans."""
+        return self._partials
+
+    def tile_capacity(
+        self, batch_size: int, qo_len: int, group_size: int, tile_rows: int, split: int, most: int | None = None
+    ) -> int:
+        """Row tiles of the largest batch within the limits; `split`: tokens of a fixed split at least, or 0; `most`:
+        splits of a request.
+        """
+        if qo_len == 0:
+            whole = self.max_rows * group_size // tile_rows + batch_size
+            parts = self.max_tokens // split + 1 if split else 1
+            return whole * min(parts, most or parts) + batch_size * (split > 0)
+        parts = self.max_tokens // split + batch_size if split else batch_size
+        return -(-qo_len * group_size // tile_rows) * min(parts, batch_size * (most or parts))
+
+    def unit_capacity(self, tile: TileShape, group_size: int, tile_capacity: int) -> int:
+        """Work units of a kv head that masks within the limits make at most: the sum of ceil(rows / tile.rows) *
+        ceil(kv_len / tile.kv) over the requests, where custom_mask_buf limits the sum of qo_len * kv_len. Without that
+        buffer, for the mask of a variant, each row tile may see all keys.
+        """
+        if self.mask is None:
+            return tile_capacity * (-(-self.max_tokens // tile.kv) + 1)
+        bits = 8 * self.mask.numel()
+        return -(-bits * (group_size + tile.rows) // (tile.rows * tile.kv)) + tile_capacity
+
+    def upload(self, filled: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """The buffer of the schedule, of `num_bytes` bytes, which begins with `filled` after the copy."""
+        if self._buffer is None or not self.is_planned:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._buffer[: filled.numel()].copy_(filled, non_blocking=True)
+        return self._buffer
+
+    def keep(self, decision: Decision, partials: torch.Tensor, params: ctypes.Structure) -> None:
+        """Finish a plan(). `params`, which a graph keeps by value, must equal that of the first plan()."""
+        if not self.is_planned:
+            self.decision, self._partials, self._params = decision, partials, bytes(params)
+        elif bytes(params) != self._params:
+            raise PlanError("plan(): a parameter that a captured graph holds by value has changed; please report this.")
+
+    def pages(self, source: torch.Tensor, count: int) -> torch.Tensor:
+        """The caller's buffer, holding the `count` page numbers of `source`."""
+        assert self.kv_indices is not None
+        return _copied("paged_kv_indices", self.kv_indices, source[:count])
+
+    def bits(self, source: torch.Tensor) -> torch.Tensor:
+        """The caller's buffer, holding the bits of the batch's masks."""
+        if self.mask is None:
+            raise PlanError("custom_mask: expected custom_mask_buf in the constructor for CUDA graphs, got none.")
+        return _copied("custom_mask", self.mask, source)
+
+
+def _refuse(name: str, expected: Any, got: Any) -> None:
+    if isinstance(expected, LogitsOptions) and isinstance(got, LogitsOptions):
+        differ = [name for name in got._fields if getattr(expected, name) != getattr(got, name)]
+        expected, got = ({name: getattr(logits, name) for name in differ} for logits in (expected, got))
+    raise PlanError(
+        f"{name}: expected {expected}, which the first plan() or forward() of a wrapper for CUDA graphs fixes, "
+        f"got {got}; use another wrapper for it."
+    )
+
+
+def _copied(name: str, buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if source.numel() > buffer.numel():
+        raise ValidationError(f"{name}: expected at most {buffer.numel()} entries, got {source.numel()}.")
+    if source.data_ptr() != buffer.data_ptr() or source.device != buffer.device:
+        buffer[: source.numel()].copy_(source, non_blocking=True)
+    return buffer
+
+
+def graph_state(use_cuda_graph: bool, device: torch.device, **buffers: torch.Tensor | None) -> GraphState | None:
+    """The state of a wrapper with `use_cuda_graph`, from the buffers of its constructor by name. Without it None: a
+    plan then owns its arrays, and needs no buffers.
+
+    The lengths of the index arrays' buffers fix the batch size; the arrays themselves are copied into a buffer of
+    GraphState. Page numbers and masks are copied into the caller's buffers.
+    """
+    if not use_cuda_graph:
+        return None
+    sizes, pages, mask = {}, None, None
+    for name, buffer in buffers.items():
+        is_mask = name == "custom_mask_buf"
+        if buffer is None and (is_mask or name in _OPTIONAL):
+            continue
+        tensor = check_tensor(buffer, name)
+        check_same_device(tensor, name, device)
+        dtype = torch.uint8 if is_mask else torch.int32
+        if tensor.dtype is not dtype or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValidationError(
+                f"{name}: expected a contiguous 1-D {dtype} tensor, got {tensor.dtype} {list(tensor.shape)}."
+            )
+        if is_mask:
+            mask = tensor
+        elif "indices" in name:
+            pages = tensor
+        else:
+            sizes[name] = tensor.shape[0] - ("indptr" in name)
+    if len(set(sizes.values())) != 1 or min(sizes.values()) < 1:
+        raise ValidationError(f"use_cuda_graph: expected buffers of one batch size of at least 1, got {sizes}.")
+    return GraphState(next(iter(sizes.values())), pages, mask)
 
 
 def within_limits(graph: GraphState, spec: AttentionSpec, backend: str) -> AttentionSpec:

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from quire.engine.checks import check_same_device, check_shape, check_tensor, scalar
-from quire.engine.device import OwnWorkspace, Workspace
-from quire.engine.graph import is_capturing
+from quire.engine.device import OwnWorkspace, Workspace, is_capturing
 from quire.engine.launch import launch, row_grid
 from quire.engine.options import PlanOptions
 from quire.engine.rope_prologue import Prologue, kept, largest_page, set_aside, view_of

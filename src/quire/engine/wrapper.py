@@ -18,13 +18,12 @@ import torch
 from quire.engine.attention import Attention, planned, workspace_bytes_of
 from quire.engine.checks import check_flags, last_of_lens
 from quire.engine.device import ALIGNMENT, UserWorkspace
-from quire.engine.graph import GraphState, graph_state
 from quire.engine.inspection import Explanation
 from quire.engine.operators import TracedRun, handle_of, is_tracing
 from quire.engine.options import logits_options, split_size
 from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec
+from quire.engine.spec import AttentionSpec, GraphState, graph_state
 from quire.engine.tensors import PagedCache
 from quire.engine.upcast import check_order, scaled
 from quire.errors import PlanError, UnsupportedError
