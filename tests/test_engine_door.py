@@ -19,7 +19,7 @@ import quire
 from oracle import attention
 from quire.compat import engines
 from quire.compat import flashinfer as overlay
-from quire.compat.engines.in_place import DOORS, doors
+from quire.compat.engines import DOORS, doors
 from quire.compat.flash_attn_interface import flash_attn_varlen_func
 from quire.compat.flashinfer import fallback
 from quire.jit import events

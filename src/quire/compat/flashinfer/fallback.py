@@ -344,7 +344,7 @@ def _asked(code: int) -> None:
 
 
 #: Modules whose functions stand around those that the program has called.
-_DECORATORS = (foreign.__module__, __name__, "quire.compat.engines.in_place")
+_DECORATORS = (foreign.__module__, __name__, "quire.compat.engines")
 _run: Any = Attention.run
 _replay = Replay.__call__
 _served: Counter[tuple[str, str]] = Counter()
