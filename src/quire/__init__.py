@@ -33,13 +33,13 @@ __version__ = "0.1.0"
 #: FlashInfer's names of modules, by the packages of Quire that have them: quire.page is quire.cache.page.
 _MODULES = {
     "attention": ("cascade", "decode", "mla", "pod", "prefill", "sparse", "variants", "viz"),
-    "cache": ("merge", "page", "quantization", "rope"),
+    "cache": ("page", "quantization", "rope"),
     "calls": ("cudnn", "xqa"),
     "cli": ("aot",),
     "jit": ("config",),
 }
 _PLACES = {f"quire.{name}": f"quire.{package}.{name}" for package, names in _MODULES.items() for name in names}
-_PLACES["quire.expression"] = "quire.kernels.expressions"
+_PLACES |= {"quire.expression": "quire.kernels.expressions", "quire.merge": "quire.cache"}
 _PLACES["quire.parallel_attention"] = "quire.compat.flashinfer.parallel_attention"
 #: Modules of FlashInfer that are not about attention.
 _FLASHINFER_ALONE = frozenset(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire import attention as attention
+from quire import cache
 from quire import errors as errors
 from quire import jit as jit
 from quire.attention import *  # noqa: F403
@@ -27,7 +28,6 @@ from quire.attention.prefill import *  # noqa: F403
 from quire.attention.selection import *  # noqa: F403
 from quire.attention.sparse import *  # noqa: F403
 from quire.attention.variants import get_alibi_slopes as get_alibi_slopes
-from quire.cache import merge as merge
 from quire.cache import page as page
 from quire.cache import quantization as quantization
 from quire.cache import rope as rope
@@ -50,7 +50,7 @@ from quire.kernels import backends as backends
 from quire.kernels import expressions
 from quire.kernels.expressions.variant import Variant as Variant
 
-expression = expressions
+expression, merge = expressions, cache
 
 if not TYPE_CHECKING:  # type checkers take names imported with *, or as themselves
     __all__ = [

@@ -26,7 +26,7 @@ from quire.attention.shared_prefix import (
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     batch_decode_with_shared_prefix_padded_kv_cache,
 )
-from quire.cache.merge import merge_state, merge_state_in_place, merge_state_v2, merge_states
+from quire.cache import merge_state, merge_state_in_place, merge_state_v2, merge_states
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices
 from quire.engine.device import max_ctas, on_cuda

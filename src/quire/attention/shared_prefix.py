@@ -16,7 +16,7 @@ import torch
 
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.cache.merge import merge_state_in_place
+from quire.cache import merge_state_in_place
 from quire.calls.single import single_prefill_with_kv_cache
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_tensor, host_indices, page_indices

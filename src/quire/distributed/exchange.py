@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from quire.cache.merge import merge_state, merge_states
+from quire.cache import merge_state, merge_states
 from quire.engine.checks import check_positive
 from quire.errors import PlanError, RankError, UnsupportedError, ValidationError
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.cache.merge import merge_state_in_place
+from quire.cache import merge_state_in_place
 from quire.distributed.exchange import (
     Gather,
     Ranks,

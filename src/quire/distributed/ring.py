@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 import torch
 
 from quire.attention.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from quire.cache.merge import merge_state_in_place
+from quire.cache import merge_state_in_place
 from quire.distributed.exchange import ALIGNMENT, Messages, check_agreement, gather_of, ranks_of
 from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, scalar
 from quire.engine.operands import OperandValue, RemappedOperands, int32_table, variant_of

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 )
 from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
-from quire.cache.merge import merge_state_v2
+from quire.cache import merge_state_v2
 from quire.compat.flash_attn_interface import flash_attn_varlen_func
 from quire.compat.flashinfer import fallback
 from quire.distributed import merge_over_ranks
