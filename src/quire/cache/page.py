@@ -30,7 +30,7 @@ from quire.engine.checks import (
 from quire.engine.device import target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operators import is_tracing, operator
-from quire.engine.schedule import check_offsets, check_range, check_tables, index_table
+from quire.engine.schedule import append_tables, check_offsets, check_range
 from quire.engine.tensors import PagedCache, cache_tensors, cache_views
 from quire.errors import ValidationError
 from quire.jit import get_module
@@ -133,15 +133,7 @@ def _append(
         check_contiguous_last(tensor, name)
         if tensor.dtype is not view.dtype:
             raise ValidationError(f"{name}: expected the cache's dtype {view.dtype}, got {tensor.dtype}.")
-    batch = batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
-    tables = {
-        "batch_indices": index_table(batch_indices, "batch_indices", nnz, device),
-        "positions": index_table(positions, "positions", nnz, device),
-        "kv_indices": index_table(kv_indices, "kv_indices", None, device),
-        "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
-    }
-    index_table(kv_last_page_len, "kv_last_page_len", batch, device)
-    check_tables(tables, batch, k.shape[0], k.shape[1], device)
+    tables, batch = append_tables(batch_indices, positions, kv_indices, kv_indptr, nnz, k, kv_last_page_len)
     if nnz and batch and k.shape[0]:
         _launch(append_key, append_value, k, v, tables, batch)
 

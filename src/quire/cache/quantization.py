@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from quire.engine.checks import (
-    batch_size_of,
     check_contiguous_last,
     check_output,
     check_same_device,
@@ -26,7 +25,7 @@ from quire.engine.device import target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operands import byte_offsets, pack_bits
 from quire.engine.operators import operator
-from quire.engine.schedule import check_tables, index_table
+from quire.engine.schedule import append_tables
 from quire.engine.tensors import PagedCache, cache_tensors, cache_views
 from quire.engine.upcast import as_bytes
 from quire.errors import ValidationError
@@ -184,9 +183,7 @@ def _append(
             check_same_device(scale, name, device)
     if places is None:
         nnz, batch = append_key.shape[0] if check_tensor(append_key, "append_key").dim() else 0, 0
-        tables, batch = _tables(
-            nnz, (k.shape[0], k.shape[1]), device, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
-        )
+        tables, batch = append_tables(batch_indices, positions, kv_indices, kv_indptr, nnz, k, kv_last_page_len)
     else:
         check_same_device(places, "slot_mapping", device)
         nnz, batch, tables = places.shape[0], 1, {"places": places}
@@ -220,22 +217,6 @@ def _scales(
             )
         check_same_device(check_output(view, "kv_cache_sf"), "kv_cache_sf", numbers.device)
     return scales
-
-
-def _tables(
-    nnz: int, page: tuple[int, int], device: torch.device, batch_indices: Any, positions: Any, kv_indices: Any,
-    kv_indptr: Any, kv_last_page_len: Any,
-) -> tuple[dict[str, torch.Tensor], int]:  # fmt: skip
-    batch = batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
-    tables = {
-        "batch_indices": index_table(batch_indices, "batch_indices", nnz, device),
-        "positions": index_table(positions, "positions", nnz, device),
-        "kv_indices": index_table(kv_indices, "kv_indices", None, device),
-        "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
-    }
-    index_table(kv_last_page_len, "kv_last_page_len", batch, device)
-    check_tables(tables, batch, *page, device)
-    return tables, batch
 
 
 def _check_tokens(

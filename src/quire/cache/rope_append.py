@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from quire.engine.checks import (
-    batch_size_of,
     check_contiguous_last,
     check_output,
     check_positive,
@@ -35,7 +34,7 @@ from quire.engine.checks import (
 from quire.engine.operators import operator
 from quire.engine.options import foreign
 from quire.engine.rotate import Angles, Heads, check_heads, rotary_dim_of, split, start
-from quire.engine.schedule import check_tables, index_table
+from quire.engine.schedule import append_tables
 from quire.engine.tensors import PagedCache, cache_tensors, cache_views, check_apart
 from quire.errors import ValidationError
 from quire.kernels.features import KVLayout
@@ -246,14 +245,7 @@ def _paged(
     batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, nnz: int, pages: torch.Tensor
 ) -> tuple[RopeParams, Tables]:
     """Parameters with the addresses of the tables, and the tables, which must be kept until the launch."""
-    device, batch = pages.device, batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
-    tables = {
-        "batch_indices": index_table(batch_indices, "batch_indices", nnz, device),
-        "positions": index_table(positions, "positions", nnz, device),
-        "kv_indices": index_table(kv_indices, "kv_indices", None, device),
-        "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
-    }
-    check_tables(tables, batch, pages.shape[0], pages.shape[1], device)
+    tables, batch = append_tables(batch_indices, positions, kv_indices, kv_indptr, nnz, pages)
     params = RopeParams(
         num_indices=tables["kv_indices"].shape[0], batch_size=min(batch, 2**31 - 1),
         num_pages=min(pages.shape[0], 2**31 - 1),  # page numbers have 32 bits

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Mapping
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from quire.engine.checks import check_same_device, check_shape, check_tensor, to_int32
+from quire.engine.checks import batch_size_of, check_same_device, check_shape, check_tensor, to_int32
 from quire.engine.device import CaptureUploader, HostBuffer, Uploader, is_capturing
 from quire.errors import ValidationError
 from quire.jit import HostModule, config, get_module, host_target
@@ -385,7 +385,24 @@ def describe_page(pages: torch.Tensor, indptr: torch.Tensor, num_pages: int) -> 
     return f"{int(pages[place])} (page {place - int(indptr[request])} of request {request})"
 
 
-def check_tables(
+def append_tables(
+    batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, nnz: int, pages: torch.Tensor,
+    *last_page_lens: Any,
+) -> tuple[dict[str, torch.Tensor], int]:  # fmt: skip
+    """The tables that say where `nnz` tokens go in `pages` [num_pages, page_size, ...], by name, and the batch size.
+    last_page_lens: kv_last_page_len of functions that have it; it is redundant.
+    """
+    device, batch = pages.device, batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
+    given = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    lengths = {"batch_indices": nnz, "positions": nnz}
+    tables = {name: index_table(table, name, lengths.get(name), device) for name, table in given.items()}
+    for lens in last_page_lens:
+        index_table(lens, "kv_last_page_len", batch, device)
+    _check_tables(tables, batch, pages.shape[0], pages.shape[1], device)
+    return tables, batch
+
+
+def _check_tables(
     tables: Mapping[str, torch.Tensor], batch: int, num_pages: int, page_size: int, device: torch.device
 ) -> None:
     """Check tables that are on the host, before anything is written. With QUIRE_CHECK_PAGES=1 those of a GPU, too, and

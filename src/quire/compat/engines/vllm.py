@@ -46,7 +46,22 @@ _OF_8_BITS = {
 fallback.start("vllm")  # so that quire.compat.engines.report() counts calls
 
 
-class QuireAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
+class _OnGpus:
+    """What both backends say of GPUs."""
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """From Ampere on; `quire matrix` says on which Quire has run."""
+        return bool(capability >= _LEAST_CAPABILITY)
+
+    @classmethod
+    def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
+        """No combination of what is supported is refused."""
+        del args, kwargs
+        return None
+
+
+class QuireAttentionBackend(_OnGpus, FlashAttentionBackend):  # type: ignore[misc]
     """Attention of many heads over vLLM's pages."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_OF_8_BITS]
@@ -106,17 +121,6 @@ class QuireAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
     def supports_sink(cls) -> bool:
         """On all GPUs."""
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """From Ampere on; `quire matrix` says on which Quire has run."""
-        return bool(capability >= _LEAST_CAPABILITY)
-
-    @classmethod
-    def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
-        """No combination of what is supported is refused."""
-        del args, kwargs
-        return None
 
 
 class QuireAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -229,7 +233,7 @@ def _window(window: tuple[int, int], causal: bool) -> tuple[int, int]:
 # --- latents ---------------------------------------------------------------------------------------------------------
 
 
-class QuireMLABackend(FlashAttnMLABackend):  # type: ignore[misc]
+class QuireMLABackend(_OnGpus, FlashAttnMLABackend):  # type: ignore[misc]
     """Attention over latents, of DeepSeek's models."""
 
     @staticmethod
@@ -246,17 +250,6 @@ class QuireMLABackend(FlashAttnMLABackend):  # type: ignore[misc]
     def get_builder_cls() -> type[QuireMLAMetadataBuilder]:
         """What describes each batch."""
         return QuireMLAMetadataBuilder
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """From Ampere on; `quire matrix` says on which Quire has run."""
-        return bool(capability >= _LEAST_CAPABILITY)
-
-    @classmethod
-    def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
-        """No combination of what is supported is refused."""
-        del args, kwargs
-        return None
 
 
 class QuireMLAMetadataBuilder(FlashAttnMLAMetadataBuilder):  # type: ignore[misc]
