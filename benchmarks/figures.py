@@ -40,6 +40,16 @@ PROVIDERS = {
     "fi-xqa": ("FlashInfer xqa", "C3", "X"),
     "torch-cudnn": ("cuDNN", "C4", "P"),
 }
+_SHORT_DECODE = "FlashInfer decode"
+#: Rows of attention.py in words, which stand without the lines above them.
+LABELS = {name: label for labels in (tables.PREFILL, tables.DECODE) for label, name in labels.items()} | {
+    "prefill-d192-128-causal-b2-8k": "d192/128, 128 heads, causal, 2 x 8192",
+    "prefill-rope-p16-b2-8k": "RoPE on the fly, pages of 16, causal, 2 x 8192",
+    "append-q4-kv8k-b64": "4 new tokens, 64 x 8192, 64/8, as prefill",
+    "decode-b128-skewed-down": "128 requests of 32768 to 16, the longest first",
+    "decode-b128-skewed-up": "128 requests of 16 to 32768, the shortest first",
+    "decode-b128-skewed-alternating": "128 requests, long and short ones in turn",
+}
 
 
 class Row(NamedTuple):
@@ -63,8 +73,13 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> str:
-        copied = self.has_pages and self.best_peer in WITHOUT_PAGES
-        return self.name + (" *" if copied else "")
+        return LABELS.get(self.name, self.name)
+
+    @property
+    def rival(self) -> str:
+        """The fastest peer, and whether its keys have no pages though the row's have."""
+        name = PROVIDERS[self.best_peer][0] if self.best_peer in PROVIDERS else _SHORT_DECODE
+        return name + (" *" if self.has_pages and self.best_peer in WITHOUT_PAGES else "")
 
 
 def attention_rows() -> list[Row]:
@@ -98,29 +113,28 @@ def _ranked(ax: Axes, names: list[str]) -> None:
 def speed(figure: Figure) -> str:
     """Speed of Quire relative to the fastest other library, row by row."""
     rows = attention_rows()
-    figure.set_size_inches(11.2, 5.4)
-    for ax, unit, title in zip(
-        figure.subplots(1, 2), ("TFLOP/s", "GB/s"), ("prefill and append", "decode and mixed"), strict=True
-    ):
-        part = [row for row in rows if row.unit == unit]
+    parts = [[row for row in rows if row.unit == unit] for unit in ("TFLOP/s", "GB/s")]
+    figure.set_size_inches(8.4, 1.6 + 0.235 * len(rows))
+    axes = figure.subplots(2, 1, height_ratios=[*map(len, parts)])
+    for ax, part, title in zip(axes, parts, ("prefill and chunks", "decode, and decode beside prefill"), strict=True):
         for y, row in enumerate(part):
             colour, end = "C0" if row.ratio >= 1 else "C1", min(row.ratio, 2.6)
             ax.barh(y, end - 1, left=1, height=0.62, color=colour)
-            side = 4 if row.ratio >= 1 else -4
             ax.annotate(
-                f"{row.ratio:.2f}" + (" →" if row.ratio > end else ""), (end, y), (side, 0), va="center",
-                textcoords="offset points", ha="left" if side > 0 else "right", color=colour, fontsize=8.5,
+                f"{row.ratio:.2f}{' →' if row.ratio > end else ''}  {row.rival}", (max(end, 1), y), (5, 0), va="center",
+                textcoords="offset points", fontsize=8.5,
             )  # fmt: skip
         _ranked(ax, [row.label for row in part])
         ax.set_xticks([1, 1.5, 2, 2.5], ["1x", "1.5x", "2x", "2.5x"])
-        ax.set_xlim(0.62, 2.95)
+        ax.set_xlim(0.85, 3.5)
         ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
         ax.set_title(title)
     slower = sum(row.ratio < 1 for row in rows)
     figure.suptitle(f"Quire's speed relative to the fastest other library ({slower} of {len(rows)} rows are slower)")
     return (
-        f"{_machine(latest('*-h200-attention.json'))}. Other libraries: FlashInfer, FlashAttention-3, cuDNN.\n"
-        "* the fastest other library ran on keys without pages, which is less work."
+        f"{_machine(latest('*-h200-attention.json'))}.\n"
+        "d128: dims of a head; 32/8: heads of queries and of keys; 2 x 8192: requests and their tokens.\n"
+        "* the other library ran on keys without pages, which is less work."
     )
 
 
@@ -142,9 +156,11 @@ def summary(figure: Figure) -> str:
 def rates(figure: Figure) -> str:
     """The rates of each library."""
     rows, report = attention_rows(), latest("*-h200-attention.json")
-    figure.set_size_inches(11.2, 5.8)
-    for ax, unit, roof in zip(figure.subplots(1, 2), ("TFLOP/s", "GB/s"), ("tflops", "gigabytes_per_s"), strict=True):
-        part = [row for row in rows if row.unit == unit]
+    units = {"TFLOP/s": "tflops", "GB/s": "gigabytes_per_s"}
+    parts = [[row for row in rows if row.unit == unit] for unit in units]
+    figure.set_size_inches(8.4, 1.9 + 0.235 * len(rows))
+    axes = figure.subplots(2, 1, height_ratios=[*map(len, parts)])
+    for ax, part, (unit, roof) in zip(axes, parts, units.items(), strict=True):
         for name, (_, colour, mark) in reversed(PROVIDERS.items()):
             at = [y for y, row in enumerate(part) if name in row.rates]
             size = 58 if name == "quire" else 30
@@ -154,7 +170,7 @@ def rates(figure: Figure) -> str:
         ax.axvline(report["roof"][roof], color=mpl.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
         ax.set_title(f"{unit} (dashed: the peak that this card reached)")
     _legend(figure, list(PROVIDERS))
-    return f"{_machine(report)}.\n* the fastest other library ran on keys without pages."
+    return f"{_machine(report)}."
 
 
 def roofline(figure: Figure) -> str:
@@ -343,7 +359,7 @@ PICTURES: tuple[Callable[[Figure], str], ...] = (
 def _legend(figure: Figure, names: list[str]) -> None:
     kinds = [PROVIDERS[name] for name in names]
     marks = [Line2D([], [], linestyle="", marker=mark, color=colour, markersize=6) for _, colour, mark in kinds]
-    figure.legend(marks, [label for label, _, _ in kinds], loc="outside upper center", ncols=len(names))
+    figure.legend(marks, [label for label, _, _ in kinds], loc="outside upper center", ncols=4)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urljoin
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+import browser
 import quire
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,30 +89,90 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(missing) == []
 
 
-@pytest.mark.slow
-def test_the_site_opens_from_disk(tmp_path: Path) -> None:
-    """It builds without a warning, loads nothing from elsewhere, and each of its own files is there."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It builds without a warning."""
     pytest.importorskip("mkdocstrings", reason="make docs installs it")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    place = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    pages = [page for page in (tmp_path / "site").rglob("*.html") if page.name != "404.html"]
-    assert len(pages) >= len(PAGES)
+    return place
+
+
+@pytest.mark.slow
+def test_the_site_opens_from_disk(site: Path) -> None:
+    """It loads nothing from elsewhere, and each of its own files is there."""
+    pages = [*site.rglob("*.html")]
+    assert len(pages) > len(PAGES)
     loads = re.compile(r'<(?:script|img|link)\b[^>]*?(?:src|href)="(?!data:)([^"?#]+)')
     for page in pages:
         found = loads.findall(page.read_text(encoding="utf-8"))
-        assert any(name.endswith("iframe-worker.js") for name in found) and len(found) > 3
+        is_alone = page.name == "404.html"  # which is shown in place of any page
+        assert is_alone != any(name.endswith("iframe-worker.js") for name in found) and is_alone == (not found)
         for loaded in found:
             assert not loaded.startswith(("http", "//", "/")), f"{page.name} loads {loaded}"
             assert (page.parent / loaded).exists(), f"{page.name} has no {loaded}"
 
 
+@pytest.mark.slow
+def test_a_browser_shows_all_of_each_page(site: Path) -> None:
+    """Nothing is wider than a desk's or a phone's screen but tables and code that scroll, and no code at a desk."""
+    if browser.browser() is None:
+        pytest.skip("no Chromium on PATH")
+    found = browser.findings(site)
+    assert not found, "\n".join(map(str, found[:30]))
+
+
+@pytest.mark.slow
+def test_a_browser_finds_what_is_cut(tmp_path: Path) -> None:
+    if browser.browser() is None:
+        pytest.skip("no Chromium on PATH")
+    (tmp_path / "404.html").write_text("nothing")
+    (tmp_path / "index.html").write_text(
+        '<div style="width: 500px">too wide for a phone</div><pre style="overflow: auto"><code style="display: block; '
+        f'overflow: auto">{"x" * 400}</code></pre><table style="width: 50px"><td><code style="word-break: break-all">'
+        "BatchDecodeWrapper</code></table><img src=gone.png>"
+    )
+    found = {(width, what) for page, width, what, *_ in browser.findings(tmp_path) if page == "/index.html"}
+    everywhere = {(width, what) for width in browser.WIDTHS for what in ("a broken word", "no picture")}
+    assert found == {*everywhere, (1280, "code is cut"), (390, "beyond the edge"), (390, "the page is wider")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["/gone.html", "/tutorial/gone/deeper.html", "/reference/gone.html"])
+@pytest.mark.parametrize("prefix", ["", "/some/prefix"])
+def test_the_page_of_what_is_not_found_leads_home(site: Path, prefix: str, missing: str) -> None:
+    if browser.browser() is None:
+        pytest.skip("no Chromium on PATH")
+    with browser.served(site, prefix) as address:
+        link = re.search(r'id="home" href="([^"]+)"', browser.dom(f"{address}{missing}"))
+        assert link is not None
+        assert urljoin(f"{prefix}{missing}", link.group(1)) == f"{prefix}/index.html"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_code_fits_its_box(page: Path) -> None:
+    """100 columns; what quotes a file has that file's."""
+    for kind, title, code, _ in blocks(page):
+        if kind != "text" and not title:
+            assert max(map(len, code.splitlines()), default=0) <= 98, f"{page.name}: {max(code.splitlines(), key=len)}"
+
+
 def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("griffe", reason="make docs installs it")
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
-    from docstrings import markdown
+    from docstrings import Parameter, markdown
 
-    lines = markdown("Write.\n\nq, k [nnz]: the *rows*,\n    all.\nReturns o.\n\n>>> f([1])\n[1]").splitlines()
-    assert [line for line in lines if line] == [
-        "Write.", "- `q, k [nnz]`: the \\*rows\\*,", "    all.", "Returns o.", "```pycon", ">>> f([1])", "[1]", "```"
+    parameters = {"q": Parameter("Tensor | None", "None"), "k": Parameter("Tensor", "")}
+    text = "Write.\n\nq, k [nnz]: the *rows*,\n    all.\nReturns o.\n\n>>> f([1])\n[1]"
+    lines = markdown(text, parameters).splitlines()
+    assert [line for line in lines if line and "---" not in line] == [
+        "Write.", "| argument | type | default | |",
+        "| `q`<br>`k [nnz]` | `Tensor | None`<br>`Tensor` | `None`<br>&nbsp; | the \\*rows\\*, all. |",
+        "Returns o.", "```pycon", ">>> f([1])", "[1]", "```"
     ]  # fmt: skip
+    code = ">>> call(" + ", ".join(f"argument_{i}={i}" for i in range(12)) + ")  # and why\n12"
+    lines = markdown(code).splitlines()
+    assert lines[2:4] == [">>> # and why", "... call("] and lines[-2:] == ["12", "```"]
+    assert max(map(len, lines)) <= 96 and len(lines) == 9

@@ -67,8 +67,10 @@ def _check_right_side(window_right: Any, is_causal: Any, q_len_per_req: int) -> 
 class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
     """Decode attention of a batch of requests over a paged cache.
 
-    float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
-        device of the calls, "NHD" or "HND", and "auto".
+    float_workspace_buffer: memory for partial results, contiguous, of any dtype, on the device of all calls. 128 MiB is
+        plenty, and workspace_size() says how much a plan takes. Wrappers may share it if their runs are on one stream.
+    kv_layout: of pages, "NHD" [page_size, num_kv_heads, head_dim] or "HND".
+    backend: "auto", or one of quire.backends(), such as "quire:fa2", which forces a kernel.
     use_tensor_cores: has no effect, because every GPU kernel uses tensor cores.
     use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
         then required, on the device: paged_kv_indptr_buffer int32 [batch_size + 1], paged_kv_last_page_len_buffer int32

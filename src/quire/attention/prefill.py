@@ -215,8 +215,10 @@ def positional_scales(scales: tuple[Any, ...], q_scale: Any, k_scale: Any, v_sca
 class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
     """Attention of a batch of requests, each with any number of queries, over a paged cache.
 
-    float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
-        device of the calls, "NHD" or "HND", and "auto".
+    float_workspace_buffer: memory for partial results, contiguous, of any dtype, on the device of all calls. 128 MiB is
+        plenty, and workspace_size() says how much a plan takes. Wrappers may share it if their runs are on one stream.
+    kv_layout: of pages, "NHD" [page_size, num_kv_heads, head_dim] or "HND".
+    backend: "auto", or one of quire.backends(), such as "quire:fa2", which forces a kernel.
     use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
         then required, on the device: qo_indptr_buf and paged_kv_indptr_buf int32 [batch_size + 1],
         paged_kv_last_page_len_buf int32 [batch_size], and paged_kv_indices_buf int32 [largest number of pages], into

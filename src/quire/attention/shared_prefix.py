@@ -69,7 +69,7 @@ def _shared_rows(k: torch.Tensor, v: torch.Tensor, layout: KVLayout) -> tuple[to
 class _SharedPrefixWrapper:
     """Requests that begin with the same keys. `_unique` attends to each request's other keys, in a paged cache.
 
-    float_workspace_buffer, kv_layout, backend, variant: see quire.engine.wrapper.AttentionWrapper. In a variant,
+    float_workspace_buffer, kv_layout, backend, variant: as in BatchDecodeWithPagedKVCacheWrapper. In a variant,
     positions count from the first shared key, and forward() takes all operands. A mask is evaluated for all keys.
     """
 

@@ -36,7 +36,7 @@ _TILE_ROWS = 128  #: of the tensor-core kernels
 class BlockListsWrapper(AttentionWrapper):
     """What both wrappers share: plans of lists of blocks.
 
-    float_workspace_buffer, backend: see quire.engine.wrapper.AttentionWrapper.
+    float_workspace_buffer, backend: as in BatchDecodeWithPagedKVCacheWrapper.
     variant: a quire.Variant of the caller's own. q_idx, kv_idx, head, qo_len and kv_len are those of the whole matrix,
         and request is 0. plan() takes what its mask reads, by name, and run() what only its score reads.
     """
