@@ -334,7 +334,7 @@ def of_torch(me: Rank, tokens: Tokens, backend: str, stack: ExitStack) -> Kind:
     )
     buffers = [q, k, v]
     mesh = init_device_mesh(me.device.type, (me.size,))
-    stack.enter_context(sdpa_kernel([SDPBackend[backend]]))
+    stack.enter_context(sdpa_kernel([getattr(SDPBackend, backend)]))
     sequences = [2] * len(buffers)
     stack.enter_context(
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=sequences, no_restore_buffers={*buffers})

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py --json FILE                 on a GPU: lengths to 1 M, batches to 1024
     python benchmarks/scaling.py --device cpu --most-tokens 8192 --entries 200
-    python benchmarks/scaling.py --of-ranks benchmarks/results/*-h200x2-distributed.json     no GPU: see below
+    python benchmarks/scaling.py --of-ranks benchmarks/results/*x2-distributed.json     no GPU: see below
 
 Bf16 on a GPU, float32 on a cpu, 32 query heads, 8 KV heads, head_dim 128, pages of 16, unless a row says otherwise.
 Each point is timed on its own: the median of launches one after another, on the device's clock where there is one;

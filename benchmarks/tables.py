@@ -286,36 +286,37 @@ def _blocks() -> Iterator[Line]:
 
 
 def _ranks() -> Iterator[Line]:
-    found = latest("*-h200x2-distributed.json")["results"]
+    report = latest("*x2-distributed.json")
+    found, gpu = report["results"], report["device"].split()[1]
     ways = "all_to_all", "all_gather", "peer_memory"
     decoded, exchanged = found["decode"], tuple(found["exchange"][way]["us"] for way in ways)
     yield Line(
-        "decode of 8 x 131072, 64/8, over two H200s: all_to_all, all_gather, peer memory", "us",
-        tuple(decoded[way]["us"] for way in ways), {"one H200": (decoded["one_gpu_us"],) * 3}, limit="one H200",
+        f"decode of 8 x 131072, 64/8, over two {gpu}s: all_to_all, all_gather, peer memory", "us",
+        tuple(decoded[way]["us"] for way in ways), {f"one {gpu}": (decoded["one_gpu_us"],) * 3}, limit=f"one {gpu}",
     )  # fmt: skip
-    yield Line("exchange and merge per layer on two H200s, 64 requests, 64 heads: the same ways", "us", exchanged, {})
+    yield Line(f"exchange and merge per layer on two {gpu}s, 64 requests, 64 heads: the same ways", "us", exchanged, {})
     timed = {name: case for name, case in found.items() if "one_gpu_ms" in case}
     prefills = [case for name, case in timed.items() if name.startswith("prefill")]
     (num_qo_heads, num_kv_heads), lens = prefills[0]["heads"], [case["lens"] for case in prefills]
     yield _over_two(
-        f"prefill in zigzag over two H200s, {num_qo_heads}/{num_kv_heads}: "
+        f"prefill in zigzag over two {gpu}s, {num_qo_heads}/{num_kv_heads}: "
         + ", ".join(f"{len(each)} x {each[0]}" for each in lens),
-        prefills, "zigzag_peer_memory", {"with NCCL": "zigzag"},
+        prefills, gpu, "zigzag_peer_memory", {"with NCCL": "zigzag", "a ring": "ring_peer_memory"},
     )  # fmt: skip
     for case in (case for name, case in timed.items() if name.startswith("full")):
-        text = f"full attention by Ulysses over two H200s, {case['lens'][0]} tokens, {case['heads'][0]} heads"
-        yield _over_two(text, [case], "ulysses", {"a ring": "ring_peer_memory"})
+        text = f"full attention by Ulysses over two {gpu}s, {case['lens'][0]} tokens, {case['heads'][0]} heads"
+        yield _over_two(text, [case], gpu, "ulysses", {"a ring": "ring_peer_memory"})
 
 
-def _over_two(text: str, cases: list[dict[str, Any]], ours: str, ways: dict[str, str]) -> Line:
+def _over_two(text: str, cases: list[dict[str, Any]], gpu: str, ours: str, ways: dict[str, str]) -> Line:
     """Milliseconds over two GPUs, and those of torch's context_parallel where all cases have them."""
     peers = {name: tuple(case[way]["ms"] for case in cases) for name, way in ways.items()}
     theirs = tuple(case.get("torch_cudnn", {}).get("ms") for case in cases)
     peers |= {"torch's context_parallel": theirs} if None not in theirs else {}
     half = tuple(case["one_gpu_ms"] / 2 for case in cases)
     return Line(
-        text, "ms", tuple(case[ours]["ms"] for case in cases), {**peers, "half of one H200's time": half},
-        limit="half of one H200's time",
+        text, "ms", tuple(case[ours]["ms"] for case in cases), {**peers, f"half of one {gpu}'s time": half},
+        limit=f"half of one {gpu}'s time",
     )  # fmt: skip
 
 
