@@ -280,12 +280,13 @@ MODELS: dict[str, tuple[Callable[[Prompt, int, Links], float], Callable[[int], f
 
 
 def simulated(case: dict[str, Any], kind: str, links: Links) -> dict[int, float]:
-    """Milliseconds by ranks: as measured for two."""
+    """Milliseconds by ranks: as measured for two. What the model has too much is attention, which the ranks share."""
     prompt, (model, growth) = Prompt.of(case), MODELS[kind]
     rest = case[kind]["ms"] - model(prompt, 2, links)
     most = links.gpus_per_host if kind.endswith("peer_memory") else RANKS[-1]
     most = min(most, prompt.heads[0]) if kind == "ulysses" else most
-    return {ranks: model(prompt, ranks, links) + rest * growth(ranks) for ranks in RANKS if ranks <= most}
+    left = {ranks: rest * (growth(ranks) if rest > 0 else 2 / ranks) for ranks in RANKS if ranks <= most}
+    return {ranks: model(prompt, ranks, links) + ms for ranks, ms in left.items()}
 
 
 def of_ranks(report: dict[str, Any], links: Links) -> list[dict[str, Any]]:
