@@ -1,8 +1,7 @@
 """Rows of tokens in a cache of latents (MLA): their formats, those that a list chooses, and appending them.
 
-A row holds the numbers of a latent, their scales, and the rest of the key in bfloat16. Attention kernels read rows with
-float32 scales as they are (cached_parts()). Other rows, and the tokens of two caches, are gathered
-as 16-bit keys by a launch before attention, into memory that the call allocates.
+A row holds the numbers of a latent, their scales, and the rest of the key in bfloat16. Kernels read rows with float32
+scales as they are. Other rows, and tokens of two caches, are gathered as 16-bit keys by a launch before attention.
 
 Appending has names and arguments of vLLM's operators (vllm/_custom_ops.py). Token i is written to row slot_mapping[i] %
 page_size of page slot_mapping[i] // page_size; a token with a negative entry is not written. Index arrays on the host
@@ -219,8 +218,7 @@ def _split(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]
     try:
         shape = tensor.shape
         if len(shape) == 3 and shape[-1] > LATENT_DIM:
-            latents, others = tensor.split_with_sizes((LATENT_DIM, shape[-1] - LATENT_DIM), -1)
-            return latents, others
+            return tensor.split_with_sizes((LATENT_DIM, shape[-1] - LATENT_DIM), -1)  # type: ignore[return-value]
     except RuntimeError:  # a nested tensor, a sparse one, or one whose memory was freed
         check_tensor(tensor, name)
         raise
@@ -229,8 +227,7 @@ def _split(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]
 
 def is_packed(cache: Any) -> bool:
     """Whether a cache of latents is one of rows of ROW_BYTES, as bytes or as 8-bit numbers."""
-    dtype = getattr(cache, "dtype", None)
-    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and (shape_of(cache) or (0,))[-1] == ROW_BYTES
+    return getattr(cache, "dtype", None) in _BYTES and (shape_of(cache) or (0,))[-1] == ROW_BYTES
 
 
 def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, ...]:
