@@ -533,6 +533,8 @@ def check_errors() -> None:
         (quire.ValidationError, "window_left", lambda: ring.plan(even, *shape, window_left=-7)),
         (quire.ValidationError, "num_kv_heads", lambda: ring.plan(even, 12, 0, 64)),
         (TypeError, "bias", lambda: ring.plan(even, *shape, bias=3)),
+        (quire.ValidationError, "sent_as: expected None, as keys",
+         lambda: made(sent_as=torch.float8_e4m3fn).plan(even, *shape, kv_data_type=torch.float8_e4m3fn)),
         (quire.ValidationError, r"tokens: expected the same.*rank 1",
          lambda: ring.plan(InOrder([4 + rank] * size), *shape, check_ranks=True)),
     ]  # fmt: skip
@@ -550,13 +552,42 @@ def check_errors() -> None:
             ring.run(*tensors)
     with pytest.raises(quire.ValidationError, match="v_scale"):
         ring.run(q, k, k, v_scale="much")
-    mesh = MeshAttention(workspace("cpu"), init_device_mesh("cpu", (size,), mesh_dim_names=("ulysses",)))
+    of_heads = init_device_mesh("cpu", (size,), mesh_dim_names=("ulysses",))
+    biased = MeshAttention(workspace("cpu"), of_heads, variant=masks([4])["bias of heads"].variant)
+    biased.plan(even, 12, size, 64, q_data_type=torch.float32)
+    with pytest.raises(quire.ValidationError, match="bias: expected at least 12 elements"):
+        biased.run(q, q[:, :size], q[:, :size], bias=torch.zeros(12 // size))
+    mesh = MeshAttention(workspace("cpu"), of_heads)
     with pytest.raises(quire.PlanError):
         mesh.run(q, k, k)
     with pytest.raises(quire.ValidationError, match="num_qo_heads: expected a multiple"):
         mesh.plan(InOrder([4] * size), 2 * size + 1, 1, 64)
     with pytest.raises(quire.ValidationError, match="layout: expected an InOrder"):
         mesh.plan(Zigzag(torch.tensor([64]), size, 1), 4 * size, 1, 64)
+
+
+def check_call_after_a_refused_one() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    batch, lens = Sequences([5 * size]), torch.tensor([5 * size])
+    zigzag, options = Zigzag(lens, size, 1), {"q_data_type": batch.dtype}
+    for exchange in exchanges():
+        ring = RingAttention(workspace(batch.device), exchange=exchange)
+        ring.plan(zigzag, *batch.shape, causal=True, **options)
+        prefill = ZigzagPrefill(
+            workspace(batch.device), page_size=1, exchange="all_gather" if exchange == "ring" else exchange
+        )
+        prefill.plan(lens, *batch.shape, **options)
+        q, k, v = batch.part(zigzag.rows(rank))
+        for call in (ring.run, prefill.run):
+            with pytest.raises(quire.ValidationError, match="sinks: expected"):
+                call(q, k + 1, v + 1, sinks=torch.zeros(3, device=batch.device))
+            o, lse = call(q, k, v, return_lse=True)
+            batch.check(o, lse, zigzag.rows(rank), exchange, causal=True)
+
+
+def test_a_call_after_a_refused_one(ranks: Processes) -> None:
+    """What is refused when messages are under way leaves none of them to the next call."""
+    ranks.run(check_call_after_a_refused_one)
 
 
 def test_errors_name_what() -> None:

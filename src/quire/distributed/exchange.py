@@ -351,11 +351,16 @@ class Gather:
         return wait
 
     def messages(self, sent: torch.Tensor, sizes: list[int]) -> Messages:
-        """The message of each rank, this one's first, with which the exchange begins. sizes: what counts of each."""
+        """The message of each rank, this one's first, with which the exchange begins. sizes: what counts of each.
+
+        Where the caller fails between two messages, those under way are waited for: the next call's come after them.
+        """
         received = sent.new_empty(self._ranks.size, *sent.shape)
         wait = self.start(sent, received)
-        yield self._ranks.rank, sent
-        wait()
+        try:
+            yield self._ranks.rank, sent
+        finally:
+            wait()
         for peer in self._ranks.others():
             yield peer, received[peer, : sizes[peer]]
 
@@ -374,10 +379,12 @@ class Passes(Gather):
             pairs = [dist.P2POp(op, tensor, peer, group) for op, tensor, peer in ends if len(tensor)]
             with naming_ranks(self._ranks, "ring", before, after):
                 works = dist.batch_isend_irecv(pairs) if pairs else []
-            yield source, message
-            with naming_ranks(self._ranks, "ring", before, after):
-                for work in works:
-                    work.wait()
+            try:
+                yield source, message
+            finally:
+                with naming_ranks(self._ranks, "ring", before, after):
+                    for work in works:
+                        work.wait()
             message = arriving
 
 
@@ -408,11 +415,14 @@ class PeerReads(Gather):
 
     def messages(self, sent: torch.Tensor, sizes: list[int]) -> Messages:
         received = sent.new_empty(self._ranks.size, *sent.shape)
-        arrived = self._copies(sent, received, sizes)
-        yield self._ranks.rank, sent
-        for peer, event in arrived.items():
-            torch.cuda.current_stream(sent.device).wait_event(event)
-            yield peer, received[peer, : sizes[peer]]
+        arrived, current = self._copies(sent, received, sizes), torch.cuda.current_stream(sent.device)
+        try:
+            yield self._ranks.rank, sent
+            for peer, event in arrived.items():
+                current.wait_event(event)
+                yield peer, received[peer, : sizes[peer]]
+        finally:
+            current.wait_stream(self._stream)
 
     def _copies(self, sent: torch.Tensor, received: torch.Tensor, sizes: list[int]) -> dict[int, torch.cuda.Event]:
         """Starts them; an event for each rank that is read."""

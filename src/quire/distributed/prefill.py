@@ -130,10 +130,15 @@ class ZigzagPrefill:
         for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
             check_shape(check_tensor(tensor, name), name, {"rows": num_rows, "num_heads": None, "head_dim": None})
         arriving = [exchange.start(k, v) for exchange in self._active]
-        o, lse = self._own.run(q, k, v, return_lse=True, sinks=sinks)
-        for exchange, (wait, received) in zip(self._active, arriving, strict=True):
-            wait()
-            exchange.attend(q, received, o, lse)
+        try:
+            o, lse = self._own.run(q, k, v, return_lse=True, sinks=sinks)
+            for exchange, (wait, received) in zip(self._active, arriving, strict=True):
+                wait()
+                exchange.attend(q, received, o, lse)
+        except BaseException:
+            for wait, _ in arriving:  # before their memory is let go
+                wait()
+            raise
         return (o, lse) if return_lse else o
 
     def _planned(self) -> Zigzag:
@@ -374,7 +379,7 @@ class MeshAttention:
         heads = num_qo_heads // size, max(1, num_kv_heads // size)
         self._ring.plan(
             queries.layout, *heads, head_dim, kv_layout=None if keys is queries else keys.layout,
-            first_head=self._across.rank * heads[0], **options,
+            first_head=self._across.rank * heads[0], all_heads=num_qo_heads, **options,
         )  # fmt: skip
         self._planned_rows, self._num_heads = (queries, keys), num_qo_heads
 

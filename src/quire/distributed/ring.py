@@ -279,7 +279,7 @@ class RingAttention:
         logits_soft_cap: float | None = None, q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, check_ranks: bool = False,
-        first_head: int = 0, **operands: OperandValue,
+        first_head: int = 0, all_heads: int | None = None, **operands: OperandValue,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -288,7 +288,8 @@ class RingAttention:
         causal, window_left: as in BatchPrefillWithRaggedKVCacheWrapper.plan(), of whole sequences. So are the other
             arguments, up to disable_split_kv.
         check_ranks: compare lengths and options with the other ranks, which waits for them.
-        first_head: the number of the first head of q, where a variant reads heads and q has a part of them (Ulysses).
+        first_head, all_heads: the number of the first head of q, and that of all heads, where a variant reads heads and
+            q has a part of them (Ulysses). None: first_head + num_qo_heads.
         operands: tensors and numbers, by name, that the mask of the constructor's variant reads.
 
         Raises ValidationError or UnsupportedError naming the argument.
@@ -308,6 +309,8 @@ class RingAttention:
                 sent_as=str(self._sent_as), causal=causal, window_left=window_left, options=str(options),
             )  # fmt: skip
         dtype = dtype_of(q_data_type if kv_data_type is None else kv_data_type, "kv_data_type").torch
+        if self._sent_as is not None and dtype.itemsize == 1:
+            raise ValidationError(f"sent_as: expected None, as keys and values of {dtype} are sent as they are.")
         wire = Wire(check_positive(num_kv_heads, "num_kv_heads"), dims, dtype, self._sent_as)
         heads = check_positive(num_qo_heads, "num_qo_heads"), num_kv_heads
         wants_places = self._variant is not None and reads_indices(self._variant)
@@ -318,7 +321,7 @@ class RingAttention:
             for source in range(layout.num_ranks)
         ]
         flat = [launch for each in launches for launch in each]
-        remapped = self._remapped_of(variant, part, flat, first_head + heads[0])
+        remapped = self._remapped_of(variant, part, flat, all_heads or first_head + heads[0])
         given = [operands] * len(flat) if remapped is None else remapped.of_plan(operands)
         planned = variant if remapped is None else remapped.planned
         wrappers = [BatchPrefillWithRaggedKVCacheWrapper(*self._made_of, variant=planned) for _ in flat]
@@ -354,7 +357,7 @@ class RingAttention:
         longest = [int(lens.max()) if len(lens) else 0 for lens in (part.layout.seq_lens, part.keys.seq_lens)]
         limits = {"head": num_heads, "request": len(part.layout.seq_lens)}
         limits |= dict(zip(("q_idx", "kv_idx"), longest, strict=True))
-        return RemappedOperands(variant, planned, tuple(tables), limits, self.device)
+        return RemappedOperands(self._variant or variant, planned, tuple(tables), limits, self.device)
 
     @overload
     def run(
