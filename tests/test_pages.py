@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import browser
+import feature_matrix
 import quire
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +79,63 @@ def test_the_picture_of_the_schedule_is_what_its_page_draws() -> None:
         if kind == "python":
             exec(compile(code, str(page), "exec"), names)
     assert names["picture"].svg == (DOCS / "pictures" / "schedule.svg").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_serving_is_what_its_page_draws() -> None:
+    page = DOCS / "tutorial" / "serve.md"
+    names: dict[str, object] = {}
+    for kind, _, code, _ in blocks(page):
+        if kind == "python":
+            exec(compile(code, str(page), "exec"), names)
+    assert f"{names['picture']}\n" == (DOCS / "pictures" / "serving.svg").read_text(encoding="utf-8")
+    first = next(code for kind, _, code, _ in blocks(page) if kind == "python")
+    assert len(first.splitlines()) <= 80
+
+
+def test_the_matrix_is_what_the_kernels_say() -> None:
+    assert feature_matrix.PAGE.read_text(encoding="utf-8") == feature_matrix.page(), "run tests/feature_matrix.py"
+
+
+@pytest.mark.parametrize("notebook", [*DOCS.rglob("*.ipynb")], ids=lambda path: path.name)
+def test_notebooks_run(notebook: Path) -> None:
+    found = json.loads(notebook.read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    codes = ["".join(cell["source"]) for cell in found["cells"] if cell["cell_type"] == "code"]
+    assert len(codes) >= 5 and all(not cell.get("outputs") for cell in found["cells"])
+    for number, code in enumerate(codes):
+        exec(compile(code, f"{notebook.name}:{number}", "exec"), names)
+
+
+# --- troubleshooting -------------------------------------------------------------------------------------------------
+
+TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+SOURCES = " ".join(
+    "".join(path.read_text(encoding="utf-8") for path in Path(quire.__file__).parent.rglob("*.py")).split()
+)
+
+
+@pytest.mark.parametrize("name", [name for name in quire.errors.__all__ if name != "QuireError"])
+def test_each_error_has_its_section_and_names_it(name: str) -> None:
+    assert re.search(rf"^## {name}$", TROUBLE, re.MULTILINE)
+    if sys.version_info >= (3, 11):
+        assert getattr(quire.errors, name)("text").__notes__ == [f"See docs/troubleshooting.md#{name.lower()}"]
+        assert str(getattr(quire.errors, name)("text")) == "text"
+
+
+def test_errors_survive_pickling() -> None:
+    error = pickle.loads(pickle.dumps(quire.errors.CacheMissError("text")))
+    assert str(error) == "text" and len(getattr(error, "__notes__", ["1"])) == 1
+
+
+def test_texts_of_errors_are_those_of_the_sources() -> None:
+    """What a row of a table quotes, up to where a number or a name stands in it."""
+    sections = re.findall(r"^## (\w+Error)\n(.*?)(?=^## )", TROUBLE, re.MULTILINE | re.DOTALL)
+    quotes = [quote for _, text in sections for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+              for quote in re.findall(r"`([^`]+)`", row)]  # fmt: skip
+    of_others = {"CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "failed with", "TypeError"}
+    joined = re.sub(r'" f?"', "", SOURCES)
+    missing = [quote for quote in quotes if quote not in of_others and quote not in joined]
+    assert len(quotes) > 40 and not missing, missing
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -156,7 +216,7 @@ def test_code_fits_its_box(page: Path) -> None:
     """100 columns; what quotes a file has that file's."""
     for kind, title, code, _ in blocks(page):
         if kind != "text" and not title:
-            assert max(map(len, code.splitlines()), default=0) <= 98, f"{page.name}: {max(code.splitlines(), key=len)}"
+            assert max(map(len, code.splitlines()), default=0) <= 96, f"{page.name}: {max(code.splitlines(), key=len)}"
 
 
 def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,12 @@ __all__ = [
 
 
 class QuireError(Exception):
-    """Base of everything that Quire raises on purpose."""
+    """Base of everything that Quire raises on purpose. A traceback names the section of docs/troubleshooting.md."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if sys.version_info >= (3, 11):
+            self.add_note(f"See docs/troubleshooting.md#{type(self).__name__.lower()}")
 
 
 class ValidationError(QuireError, ValueError):
