@@ -1,4 +1,4 @@
-"""Refuse a store that holds a variant which spills, was compiled with lost performance, or does not use tensor cores.
+"""Refuse a store with a variant that spills, lost performance, does not use tensor cores, or differs in each build.
 
     python .ci/lint_cubins.py STORE
 
@@ -55,6 +55,12 @@ def faults(manifest: dict[str, Any]) -> Iterator[str]:
         yield f"{manifest['spills']} bytes of registers spill ({manifest['registers']} registers)"
     yield from (f"lost performance: {line}" for line in manifest["warnings"] if LOST_PERFORMANCE.search(line))
     yield from (f"warning: {line}" for line in manifest["warnings"] if not LOST_PERFORMANCE.search(line))
+
+
+def own_names(cubin: Path) -> Iterator[str]:
+    """What to say of a constant of one unit, whose name contains a number that is another one in each build."""
+    if cubin.exists() and b"_INTERNAL_" in cubin.read_bytes():
+        yield "a name with _INTERNAL_ differs from build to build: no constant or static variable beside functions"
 
 
 def find_cuobjdump() -> str | None:
@@ -124,6 +130,8 @@ def main(store: Path) -> int:
         print(f"lint: {store} holds no cubin", file=sys.stderr)
         return 1
     lines = [f"{manifest['slug']}: {fault}" for _, manifest in found for fault in faults(manifest)]
+    for directory, manifest in found:
+        lines += [f"{manifest['slug']}: {fault}" for fault in own_names(directory / manifest["artifact"])]
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
         print("lint: NOTICE: no cuobjdump, the machine code was not looked at (pip install nvidia-cuda-cuobjdump)")

@@ -55,6 +55,15 @@ def test_lint_names_each_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert fault in capsys.readouterr().err
 
 
+def test_lint_finds_names_that_differ_in_each_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = store_with(tmp_path)
+    (store / "entries" / "slug" / "digest" / "variant.cubin").write_bytes(
+        b"\0_ZN41_INTERNAL_e4480ce5_10_variant_cu_x\0"
+    )
+    assert script(".ci/lint_cubins.py").main(store) == 1
+    assert "differs from build to build" in capsys.readouterr().err
+
+
 def test_lint_passes_clean_code_and_looks_at_cubins_only(tmp_path: Path) -> None:
     assert script(".ci/lint_cubins.py").main(store_with(tmp_path / "a")) == 0
     assert script(".ci/lint_cubins.py").main(store_with(tmp_path / "b", target="x86-64-v3", spills=None)) == 1, "empty"

@@ -14,8 +14,10 @@
 
 namespace quire {
 
-// What is read in the place of a token that does not exist: as many zeros as a row has bytes.
-static __device__ const uint4 kNoToken[64] = {};
+// What is read in the place of a token that does not exist: as many zeros as a row has bytes, which nobody writes. It
+// is no constant, because the names of these contain a number that is another one in each build.
+template <class = void>
+__device__ uint4 kNoToken[64];
 
 // Which 16-byte chunks of 8-bit rows a lane of a warp loads: kLanes lanes share a row, and a step loads kRows rows. A
 // chunk becomes two chunks of 16-bit numbers. The chunks of an atom would then fall into the same banks as the chunks
@@ -213,7 +215,7 @@ class MlaSource<V, KvLoadPath::kGather, true> : MlaSource<V, KvLoadPath::kGather
       const bool exists = source.exists(token);
       existing = __ballot_sync(0xffffffffu, exists);
       const auto at = [&](const void* base, int64_t place, int bytes) {
-        const void *some = static_cast<const unsigned char*>(base) + place * bytes, *none = kNoToken;
+        const void *some = static_cast<const unsigned char*>(base) + place * bytes, *none = kNoToken<>;
         return static_cast<const unsigned char*>(exists ? some : none);
       };
       latents = at(p.base.v, source.place_of(token, p.base.v_page_stride, p.base.v_token_stride), 1);
