@@ -123,6 +123,14 @@ def test_odd_head_dims_are_padded(device, dtype, dims):
     assert torch.equal(flash_attn_func(*turned, causal=True), out)
 
 
+def test_8_bit_keys_of_odd_head_dims_are_padded_as_queries_are(device):
+    q, k, v = (random(2, 9, heads, 40, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
+    out = flash_attn_func(q, k, v, causal=True)
+    check(out.flatten(0, 1), None, q.flatten(0, 1), *(t.bfloat16().flatten(0, 1) for t in (k, v)), (9, 9), (9, 9),
+          causal=True)  # fmt: skip
+
+
 def test_packed(device, dtype):
     qkv = random(2, 9, 3, 4, 64, device=device, dtype=dtype)
     want = flash_attn_func(*qkv.unbind(2), causal=True)

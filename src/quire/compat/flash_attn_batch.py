@@ -238,7 +238,8 @@ def attend_batch(
 ) -> None:  # fmt: skip
     """_attend() for heads of any width from 1 on: zeros behind them change no product."""
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    wide, written = tuple(map(_widened, (q, k, v))), out
+    step = 16 if any(t.dtype.itemsize == 1 for t in (q, k, v)) else 8
+    wide, written = tuple(_widened(t, step) for t in (q, k, v)), out
     if q.shape[-1] == k.shape[-1] and any(t is not w for t, w in zip((q, k, v), wide, strict=True)):
         if scoring.softmax_scale is None:
             scoring = scoring._replace(softmax_scale=1.0 / math.sqrt(max(1, q.shape[-1])))
@@ -250,9 +251,9 @@ def attend_batch(
         out.copy_(written[..., : out.shape[-1]])
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Heads as wide as kernels take them."""
-    dim, step = tensor.shape[-1], 16 if tensor.dtype.itemsize == 1 else 8
+def _widened(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """Heads as wide as kernels take them: a multiple of `step`."""
+    dim = tensor.shape[-1]
     more = max(_LEAST_DIM, -(-dim // step) * step) - dim
     return pad(tensor, (0, more)) if more and dim else tensor
 
