@@ -84,6 +84,11 @@ def check_torch() -> None:
             assert torch.equal(ordered.cpu(), torch.arange(75)) and torch.equal(positions, ordered)
             assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True)), "restored"
     assert functional.scaled_dot_product_attention is theirs
+    base = torch.randn(2, 75, 4, 64)
+    view, before = base.transpose(1, 2), base.clone()
+    with context_parallel(meshes[0], buffers=[view, base], buffer_seq_dims=[2, 1]):
+        assert torch.equal(view, base.transpose(1, 2)) and base.shape[1] < 75
+    assert torch.equal(base, before) and view.stride() == before.transpose(1, 2).stride(), "views are restored"
 
 
 def test_like_torch(ranks: Processes) -> None:
@@ -290,14 +295,18 @@ def check_packed() -> None:
     config = fi.VarlenCPConfig()
     _, group = fi.get_parallel_groups(size, 1, device_type=kind())
     config.set_varlen_cp_config(*fi.ulysses_varlen_config(PACKED, PACKED), group, None)
-    part = -(-sum(PACKED) // size)
-    begin = part * rank
-    padded = [functional.pad(x, (0, 0, 0, 0, 0, part * size - len(x)))[begin : begin + part].to(here()) for x in qkv]
-    o = fi.ParallelAttention("flash-attn3", group, None, None, config).run(*padded, "NHD")
-    rows = slice(begin, min(begin + part, sum(PACKED)))
-    count = rows.stop - begin
-    oracle.assert_close(o[:count], ref.o[rows], own[rows], what="ulysses")
-    assert not o[count:].any()
+    for part in (-(-sum(PACKED) // size), 2 * sum(PACKED) // size):  # padded as little as can be, and more
+        begin = part * rank
+        whole = (functional.pad(x, (0, 0, 0, 0, 0, part * size - len(x))) for x in qkv)
+        padded = [x[begin : begin + part].to(here()) for x in whole]
+        o = fi.ParallelAttention("flash-attn3", group, None, None, config).run(*padded, "NHD")
+        rows = slice(min(begin, sum(PACKED)), min(begin + part, sum(PACKED)))
+        count = rows.stop - rows.start
+        oracle.assert_close(o[:count], ref.o[rows], own[rows], what="ulysses")
+        assert not o[count:].any()
+    short = [x[: part // 4] for x in padded]
+    with pytest.raises(quire.ValidationError, match="cu_seqlens_q_cur_ulysses_group: expected at most"):
+        fi.ParallelAttention("flash-attn3", group, None, None, config).run(*short, "NHD")
     # a ring: a part of each sequence
     config = fi.VarlenCPConfig()
     group, _ = fi.get_parallel_groups(1, size, device_type=kind())
@@ -327,6 +336,10 @@ def check_flashinfer_errors() -> None:
         (lambda: fi.get_parallel_groups(3, 1, "cpu"), "ulysses_size"),
         (lambda: fi.split_varlen_input(x, [4], 2, 0, "DHN"), "tensor_layout"),
         (lambda: fi.uneven_cp_config(9, 8, 4, None, ring), "seq_len"),
+        (
+            lambda: fi.ParallelAttention("cutlass", ulysses, ring, fi.UnevenCPConfig(9, 16)).run(x, x, x, "NHD"),
+            "seq_len: expected at most 2 ranks",
+        ),
         (lambda: fi.VarlenCPConfig().set_varlen_cp_config(x, x, 1, 1, ring, ring), "ring_group"),
     ):
         with pytest.raises(quire.QuireError, match=text):

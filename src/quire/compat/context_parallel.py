@@ -167,19 +167,17 @@ def context_parallel(
     (total,) = lengths
     on = Mesh.of(mesh, exchange)
     own = on.layout(on.counts(total, 1)).rows(on.rank)
-    before = [None if any(buffer is each for each in kept) else buffer.clone() for buffer in buffers]
-    for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
-        part = buffer.index_select(dim, own.to(buffer.device))
-        buffer.resize_(part.shape).copy_(part)
-    theirs = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _Sdpa(on, total, len(own), variant, operands)
+    before, theirs = [buffer.detach() for buffer in buffers], functional.scaled_dot_product_attention
     try:
+        for buffer, whole, dim in zip(buffers, before, buffer_seq_dims, strict=True):
+            buffer.data = whole.index_select(dim, own.to(whole.device))
+        functional.scaled_dot_product_attention = _Sdpa(on, total, len(own), variant, operands)
         yield
     finally:
         functional.scaled_dot_product_attention = theirs
         for buffer, whole in zip(buffers, before, strict=True):
-            if whole is not None:
-                buffer.resize_(whole.shape).copy_(whole)
+            if not any(buffer is each for each in kept):
+                buffer.data = whole
 
 
 @dataclass(frozen=True)

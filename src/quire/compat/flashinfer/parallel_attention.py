@@ -73,16 +73,19 @@ class VarlenCPConfig:
         """As it was made."""
         self.__init__()  # type: ignore[misc]
 
-    def counts(self, name: str, size: int) -> Counts | None:
-        """Of the queries ("q") or keys ("kv"), which tokens of each sequence each rank has; None: nothing was set."""
+    def counts(self, name: str, size: int, own: int) -> Counts | None:
+        """Of the queries ("q") or keys ("kv"), which tokens of each sequence each rank has; None: nothing was set.
+
+        own: tokens of each rank, with padding.
+        """
         ends = getattr(self, f"cu_seqlens_{name}_cur_ring_group")
         if ends is not None:
             return tuple(map(tuple, ends.cpu().diff().t().tolist()))
         ends = getattr(self, f"cu_seqlens_{name}_cur_ulysses_group")
         if ends is None:
             return None
-        cuts = torch.arange(size + 1) * -(-int(ends[-1]) // size)
-        begins = ends.cpu()[:, None].clamp(min=0)
+        cuts, begins = torch.arange(size + 1, device="cpu") * own, ends.cpu()[:, None].clamp(min=0)
+        _check_padded(own, size, int(begins[-1]), f"cu_seqlens_{name}_cur_ulysses_group")
         inside = torch.minimum(cuts[None], begins[1:]).maximum(begins[:-1]) - begins[:-1]
         return tuple(map(tuple, inside.diff().tolist()))
 
@@ -135,13 +138,19 @@ class ParallelAttention:
         """The tokens of each sequence on each rank; own: of this rank, with padding."""
         ring, ulysses = self._mesh.sizes
         size = ring * ulysses
-        packed = self._varlen.counts(name, size)
+        packed = self._varlen.counts(name, size, own)
         if packed is not None:
             return packed
         total = self._uneven.seq_len
         if total is None:
             return ((own,) * size,)
+        _check_padded(own, size, total, "seq_len")
         return (tuple(min(own, max(0, total - rank * own)) for rank in range(size)),)
+
+
+def _check_padded(own: int, size: int, total: int, name: str) -> None:
+    if own * size < total:
+        raise ValidationError(f"{name}: expected at most {size} ranks * {own} tokens of this one, got {total}.")
 
 
 def get_parallel_groups(ulysses_size: int, ring_size: int, device_type: str = "cuda") -> tuple[Any, Any]:
