@@ -241,6 +241,8 @@ def test_page_numbers_outside_of_the_cache_are_refused():
             quire.batch_decode_with_selected_pages(q, cache, workspace("cpu"), selected)
         with pytest.raises(quire.ValidationError, match=rf"^pages: .*got .*{number}"):
             quire.page_key_bounds(cache, pages=ints([number], "cpu"), out=bounds)
+    with pytest.raises(quire.ValidationError, match=r"^q: expected a multiple of 2 KV heads, got 0 heads"):
+        quire.select_pages(q[:, :0], bounds, ints([4, 2], "cpu")[None], ints([20], "cpu"), 16, top_k=2)
     unread = quire.select_pages(q, bounds, ints([4, 2, -1, 2**30], "cpu")[None], ints([20], "cpu"), 16, top_k=2)
     assert unread.block_tables.tolist() == [[[4, 2]] * 2]
 

@@ -287,7 +287,7 @@ def _keys_and_values(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor,
 def _check_queries(q: Any, batch_size: int | None, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
     check_shape(check_tensor(q, "q"), "q", {"batch_size": batch_size, "num_qo_heads": None, "head_dim": head_dim})
     check_same_device(q, "q", device)
-    if q.shape[1] % check_positive(num_kv_heads, "num_kv_heads"):
+    if not q.shape[1] or q.shape[1] % check_positive(num_kv_heads, "num_kv_heads"):
         raise ValidationError(f"q: expected a multiple of {num_kv_heads} KV heads, got {q.shape[1]} heads.")
 
 
