@@ -11,6 +11,7 @@ alone. Nothing is drawn that is not in a file, and each picture names the machin
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -395,7 +396,13 @@ def draw() -> Iterator[tuple[str, str]]:
 def _svg(figure: Figure, title: str) -> str:
     file = StringIO()
     FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None, "Title": title})
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    names: dict[str, str] = {}  # matplotlib's are digests of places, in whose last digits layouts differ
+
+    def renamed(match: re.Match[str]) -> str:
+        return names.setdefault(match.group(), f"{match.group()[0]}{len(names)}")
+
+    text = re.sub(r"\b[pm][0-9a-f]{10}\b", renamed, file.getvalue())
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def main() -> None:

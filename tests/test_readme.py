@@ -26,6 +26,20 @@ def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 150 and len(README.split()) <= 1600
 
 
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("what", r"^Attention kernels for LLM serving"),
+        ("for whom", r"^\| for whom \| .{40,}"),
+        ("how fast, against what", r"^\| how fast \| .*\d+ of \d+ rows, against FlashInfer"),
+        ("how to install", r"^\| install \| `pip install"),
+        ("what it cannot do", r"^\| not here \| a backward pass"),
+    ],
+)
+def test_the_first_screen_answers(question: str, answer: str) -> None:
+    assert re.search(answer, "\n".join(README.splitlines()[:40]), re.MULTILINE), question
+
+
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, object] = {}
