@@ -99,6 +99,19 @@ def test_orders_of_heads_and_tokens(order, device):
     assert ("requests" in found.figures) is (sum(order) > 1)
 
 
+@pytest.mark.parametrize("of_heads", [True, False])
+def test_one_request_has_the_order_of_its_query(of_heads, device):
+    q, k, v = (draw(device, heads, KV_LEN)[:1] for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q = in_order(q, of_heads)
+    compiled = torch.compile(quire.flex_attention, backend="aot_eager", fullgraph=True)
+    for call in (quire.flex_attention, quire.flex_attention, quire.flex_attention, compiled):
+        o = call(q, k, v, enable_gqa=True)
+        wanted = torch.softmax(q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3) / 8, 3)
+        wanted = wanted @ v.double().repeat_interleave(2, 1)
+        assert (o - wanted).abs().max() < (1e-5 if device == "cpu" else 2e-2)
+        assert o.is_contiguous() is of_heads and o.transpose(1, 2).is_contiguous() is not of_heads
+
+
 def test_steps_of_decode_copy_nothing(device):
     """Neither with a query as a projection leaves it, nor with a part of a longer cache."""
     q = draw(device, 1, HEADS).transpose(1, 2)

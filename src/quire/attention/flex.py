@@ -176,11 +176,12 @@ def _attend(
     check_flags(return_lse=return_lse)
     args = query, key, value, score_mod, block_mask, scale, enable_gqa, return_most
     inputs, traced, attention = _prepared(*args, known)
-    (q, k, v), (o, out), options = inputs.tensors, inputs.result(), RunOptions(operands=traced.of_score, lse_unit=LN2)
+    heads_first, options = is_heads_first(query), RunOptions(operands=traced.of_score, lse_unit=LN2)
+    (q, k, v), (o, out) = inputs.tensors, inputs.result(heads_first)
     result = attention.run(q, (k, v), out, return_lse=return_lse, options=options)
     rows, lse = result if return_lse else (result, None)
     o = (inputs.of_batch(rows) if o is None else o)[..., : inputs.head_dim_vo]
-    if inputs.of_heads != is_heads_first(query):
+    if heads_first != (out is not None):
         o = in_order_of(o, query)
     return o if lse is None else (o, inputs.of_batch(lse))
 

@@ -82,11 +82,11 @@ class Inputs(NamedTuple):
         copied = tuple(name for name, read, tensor in both if read is not tensor)
         return cls(q, k, v, way is _HEADS, query.shape[3], value.shape[3], copied)
 
-    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def result(self, heads_first: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A tensor [batch, heads, length, head_dim] for the result and the same as the kernel writes it, where it would
-        not make one in the order of tokens itself.
+        not make one in the order of tokens itself. heads_first: what is_heads_first() says, to which one request keeps.
         """
-        if not self.of_heads:
+        if not self.of_heads and not (heads_first and self.query.shape[0] == 1):
             return None, None
         o = self.query.new_empty((*self.query.shape[:3], self.value.shape[3]))
         return o, o.flatten(0, 1).transpose(0, 1)
@@ -103,8 +103,10 @@ def is_heads_first(query: torch.Tensor) -> bool:
     """Whether the result for a query is contiguous, and not the transpose of a contiguous [batch, length, heads, ...]:
     it has the order of the query, as torch's.
     """
-    (batch, _, length, _), strides = query.shape, query.stride()
-    return not any(map(_is_known, (batch == 1, length == 1, strides[0] == length * strides[2])))
+    (batch, heads, length, _), strides = query.shape, query.stride()
+    if _is_known(batch == 1) and any(map(_is_known, (heads == 1, strides[1] <= strides[2]))):
+        return False
+    return not any(map(_is_known, (length == 1, strides[0] == length * strides[2])))
 
 
 def in_order_of(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
