@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import oracle
 import quire
+from quire.compat import context_parallel as module
 from quire.compat.context_parallel import context_parallel, context_parallel_unshard, register_diffusers, register_xdit
 from quire.compat.flashinfer import parallel_attention as fi
 from rank_processes import Processes, here
@@ -109,6 +110,24 @@ def check_torch_variant() -> None:
 
 def test_like_torch_with_a_variant(ranks: Processes) -> None:
     ranks.run(check_torch_variant)
+
+
+def check_streams() -> None:
+    """Layers share a plan, but for those on another stream: two runs of a plan must not overlap."""
+    mesh, x = init_device_mesh("cpu", (dist.get_world_size(),)), torch.randn(1, 4, 12, 64)
+    made = []
+    for stream in (0, 0, 7, 0):
+        with pytest.MonkeyPatch.context() as patched, context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            patched.setattr(module, "current_stream", lambda _, stream=stream: stream)
+            functional.scaled_dot_product_attention(x, x, x)
+        made.append(module._planned.cache_info().misses)
+    assert [after - made[0] for after in made] == [0, 0, 1, 1]
+
+
+def test_each_stream_has_a_plan() -> None:
+    processes = Processes(2)
+    processes.run(check_streams)
+    processes.close()
 
 
 def check_torch_errors() -> None:

@@ -27,6 +27,7 @@ from quire.compat.flash_attn_interface import flash_attn_func, flash_attn_varlen
 from quire.distributed import InOrder, MeshAttention, Zigzag
 from quire.distributed.ring import groups_of
 from quire.engine.checks import check_flags, check_shape, check_tensor
+from quire.engine.device import current_stream
 from quire.engine.operands import OperandValue
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
@@ -39,7 +40,7 @@ Counts = tuple[tuple[int, ...], ...]  #: tokens of each sequence on each rank; o
 
 
 @lru_cache(maxsize=8)
-def _workspace(device: torch.device) -> torch.Tensor:
+def _workspace(device: torch.device, _stream: int) -> torch.Tensor:
     return torch.empty(_WORKSPACE_BYTES if device.type == "cuda" else 16 << 20, dtype=torch.uint8, device=device)
 
 
@@ -86,19 +87,20 @@ class Mesh(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Of q, k and v [tokens of this rank, heads, head_dim]; o, and lse [tokens, heads], a natural logarithm."""
         sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
-        attention = _planned(self, q.device, variant, counts, kv_counts, sizes, q.dtype, causal, scale)
+        place = q.device, current_stream(q.device)
+        attention = _planned(self, place, variant, counts, kv_counts, sizes, q.dtype, causal, scale)
         o, lse = attention.run(q, k, v, return_lse=True, **operands)
         return o, lse * LN2
 
 
 @lru_cache(maxsize=64)
 def _planned(
-    mesh: Mesh, device: torch.device, variant: Variant | None, counts: Counts, kv_counts: Counts,
+    mesh: Mesh, place: tuple[torch.device, int], variant: Variant | None, counts: Counts, kv_counts: Counts,
     sizes: tuple[int, int, int, int], dtype: torch.dtype, causal: bool, scale: float | None,
 ) -> MeshAttention:  # fmt: skip
-    """A plan, for all layers."""
+    """A plan, for all layers. place: a device and a stream, as two runs of a plan must not overlap."""
     groups = {name: group for name, group in zip(("ring", "ulysses"), mesh, strict=False) if group is not None}
-    attention = MeshAttention(_workspace(device), groups, exchange=mesh.exchange, variant=variant)
+    attention = MeshAttention(_workspace(*place), groups, exchange=mesh.exchange, variant=variant)
     *shape, head_dim_vo = sizes
     attention.plan(
         mesh.layout(counts), *shape, kv_layout=None if kv_counts == counts else mesh.layout(kv_counts),

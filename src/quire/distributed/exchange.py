@@ -118,7 +118,8 @@ def peer_memory(
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # later calls outside of inference mode write there, too
+        own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
     handle = symmetric_memory.rendezvous(own, ranks.group)
     return own, handle, [handle.get_buffer(rank, shape, dtype) for rank in range(ranks.size)]
 
@@ -351,9 +352,8 @@ class Gather:
         return wait
 
     def messages(self, sent: torch.Tensor, sizes: list[int]) -> Messages:
-        """The message of each rank, this one's first, with which the exchange begins. sizes: what counts of each.
-
-        Where the caller fails between two messages, those under way are waited for: the next call's come after them.
+        """The message of each rank, this one's first, with which the exchange begins. sizes: what counts of each. Where
+        the caller fails between two messages, those under way are waited for: the next call's come after them.
         """
         received = sent.new_empty(self._ranks.size, *sent.shape)
         wait = self.start(sent, received)
