@@ -1,5 +1,6 @@
 """A server of a known model: its preset is warmed up, the process sealed, and then vLLM's and SGLang's calls compile
-nothing. The GPU is not there: the compiler of its kernels is a stub, and launches do nothing.
+nothing. The GPU is not there: the compiler of its kernels is a stub, and launches do nothing. What the calls ask for on
+one GPU they ask for on others, whose presets have it too.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,9 @@ import quire
 from quire import jit
 from quire.cli import aot, presets
 from quire.cli.presets import needs, read_config
-from quire.engine import device, launch, plan_cache, planner, spec
+from quire.engine import device, joined, launch, plan_cache, planner, spec
 from quire.jit import CudaModule, HostModule, Module, Spec, builder, host_target, machine, stores
+from quire.kernels import AttentionProblem, Decision, decide
 from quire.kernels.operation import OperationKey
 from stub_compiler import write_stub
 
@@ -36,7 +39,10 @@ SERVED += [
 ]  # fmt: skip
 #: Those that are not slow: one of each kind of layer.
 QUICK = {("gpt-oss-20b", ",spec=3"), ("deepseek-v3.2", ",page=64,kv=e4m3"), ("step3", ""), ("whisper-large-v3", "")}
-HOPPER = "sm90a"
+HOPPER, AMPERE = "sm90a", "sm80"
+#: The GPUs on which calls ask for what they ask for on the first: Hopper alone has cascades in one launch, and widened
+#: keys. sm_75 has no kernel.
+ALIKE = {HOPPER: (HOPPER,), AMPERE: tuple(target for target in machine.CUDA_TARGETS if target not in (HOPPER, "sm75"))}
 _EXPORTS = {"kThreads": 128, "kMinCtas": 1, "kSmemBytes": 0}
 
 
@@ -58,15 +64,22 @@ def host_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def absent_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_code: Path) -> Iterator[None]:
-    """In here the CPU's tensors are on a Hopper GPU whose kernels compute nothing, and the cache has no kernel."""
+def target() -> str:
+    """The GPU that is not there, unless a test chooses another."""
+    return HOPPER
+
+
+@pytest.fixture
+def absent_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_code: Path, target: str) -> Iterator[None]:
+    """In here the CPU's tensors are on a GPU whose kernels compute nothing, and the cache has no kernel."""
     shutil.copytree(host_code, tmp_path / "cache", symlinks=True)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_NVCC", str(write_stub(tmp_path / "nvcc")))
     monkeypatch.setattr(stores, "_package_stores", lambda _: ())
     monkeypatch.setattr(jit, "_sealed", False)
     monkeypatch.setattr(builder, "read_exports", lambda _, spec: {n: _EXPORTS.get(n, 1) for n in spec.exports})
-    monkeypatch.setattr(device, "host_target", lambda **_: HOPPER)
+    monkeypatch.setattr(device, "host_target", lambda **_: target)
+    monkeypatch.setattr(joined, "on_cuda", lambda _: True)
     monkeypatch.setattr(planner, "max_ctas", lambda _, min_ctas: 132 * min_ctas)
     monkeypatch.setattr(plan_cache, "_known", plan_cache._Known())
     monkeypatch.setattr(plan_cache, "_plans", plan_cache._Plans())
@@ -95,10 +108,26 @@ def forget() -> None:
     jit.forget()
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[AttentionProblem, str], None]:
+    """The problems that calls ask the catalogue to decide, with their backends."""
+    problems: dict[tuple[AttentionProblem, str], None] = {}
+
+    def noted(problem: AttentionProblem, backend: str) -> Decision:
+        problems[problem, backend] = None
+        return decide(problem, backend)
+
+    monkeypatch.setattr(spec, "decide", noted)
+    return problems
+
+
+@pytest.mark.parametrize("target", ALIKE)
 @pytest.mark.parametrize(("name", "words", "engine"), [*parameters()])
-def test_a_sealed_server_compiles_nothing(name: str, words: str, engine: str, absent_gpu: None) -> None:
+def test_a_sealed_server_compiles_nothing(
+    name: str, words: str, engine: str, target: str, absent_gpu: None, asked: dict[tuple[AttentionProblem, str], None]
+) -> None:
     model = read_config(f"{CONFIGS / name}.json,{engine}{words}")
-    found = needs(model, HOPPER)
+    found = needs(model, target)
     assert not found.refusals
     assert {built.status for built in aot.warm(found.specs)} <= {"built", "hit"}
     quire.seal()
@@ -109,6 +138,11 @@ def test_a_sealed_server_compiles_nothing(name: str, words: str, engine: str, ab
             call()
         except quire.errors.CacheMissError as error:
             pytest.fail(f"{what}: {error}")
+    assert asked
+    for other in ALIKE[target]:
+        has = {one.slug for one in needs(model, other).specs}
+        lacks = {decide(replace(problem, target=other), backend).spec.slug for problem, backend in asked} - has
+        assert not lacks, f"the preset for {other} has no {', '.join(sorted(lacks))}"
 
 
 def test_thirty_models_of_all_families_are_served() -> None:
@@ -159,6 +193,7 @@ def test_a_sealed_server_on_a_gpu_compiles_nothing(
 # --- what a miss says ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ALIKE)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -168,15 +203,15 @@ def test_a_sealed_server_on_a_gpu_compiles_nothing(
         ("modernbert-base", "vllm"), ("gemma-4-31b", "sglang,spec=2,page=32"),
     ],
 )  # fmt: skip
-def test_each_variant_names_the_words_of_the_preset_that_has_it(name: str, words: str) -> None:
+def test_each_variant_names_the_words_of_the_preset_that_has_it(name: str, words: str, target: str) -> None:
     path = f"{CONFIGS / name}.json"
     spec_word = next((word for word in words.split(",") if word.startswith("spec=")), "spec=1")
-    for one in needs(read_config(f"{path},{words}"), HOPPER).specs:
+    for one in needs(read_config(f"{path},{words}"), target).specs:
         named = ["dtype=fp16"] if "dtype=fp16" in words and "dtype=fp16" not in one.preset else []
         text = ",".join([path, *one.preset, *named]).replace("spec=N", spec_word)
         if one.slug.startswith("attention_decode") and "causal" in one.slug and "spec=N" not in text:
             text += f",{spec_word}"
-        assert one.slug in {spec.slug for spec in needs(read_config(text), HOPPER).specs}, text
+        assert one.slug in {spec.slug for spec in needs(read_config(text), target).specs}, text
 
 
 def test_a_miss_says_which_preset_has_the_variant(absent_gpu: None) -> None:

@@ -86,7 +86,7 @@ class Serving:
     cascade: bool = False  #: prefixes are computed apart, for one request or for all that share them, and merged
     tree: bool = False  #: draft tokens branch
     custom: bool = False  #: draft tokens are under a mask of bits (custom_mask)
-    flash: bool = False  #: calls are FlashAttention's, in which decode is under a causal mask, too
+    flash: bool = False  #: calls are FlashAttention's: decode is under a causal mask too, and may divide no keys
     spec: int = 1  #: queries of a request in decode: 1 and the draft tokens
     sparse: bool = False  #: queries attend to the latents that an indexer chooses (DeepSeek V3.2)
     unknown: tuple[str, ...] = ()  #: kinds of layers that are not known
@@ -316,13 +316,21 @@ def needs(model: Serving, target: str) -> Needs:
             refusals.append(f"{what}: {error}")
         else:
             specs[decision.spec.slug] = decision.spec
-        if lengths_vary:
-            specs.update({spec.slug: spec for spec in variants_for_all_lengths(problem, "auto")})
+        for size in _split_sizes(model, problem) if lengths_vary else ():
+            variants = variants_for_all_lengths(replace(problem, fixed_split_size=size), "auto")
+            specs.update({spec.slug: spec for spec in variants})
     keys = [AttentionKey.parse(slug) for slug in specs]
     operations = [operation for key in keys if (operation := kernel_of(key).planning(key))]
     for operation in (*operations, *_operations(model, target)):
         specs[operation.slug] = operation.spec()
     return Needs(tuple(specs.values()), tuple(refusals))
+
+
+def _split_sizes(model: Serving, problem: AttentionProblem) -> tuple[int, ...]:
+    """How calls let keys be divided. FlashAttention-3's flash_attn_varlen_func() has num_splits=1: they never are, and
+    the lengths of other requests may not decide the kernel.
+    """
+    return (0, -1) if model.flash and not problem.uniform else (0,)
 
 
 Wanted = tuple[str, AttentionProblem, bool]  #: what for, problem, whether its number of rows depends on lengths

@@ -118,11 +118,14 @@ class AttentionKey(Features):
         """The words of `quire warmup --preset config.json,WORD,...` with which a model's preset has this variant."""
         needs_prefixes = self.mask is MaskMode.NONE and not self.is_of_mla and (self.paged or self.cascade)
         is_step = self.kernel == "attention_decode" and self.tile_rows <= 16
+        decoded = 64 if max(self.head_dim_qk, self.head_dim_vo) <= 64 or self.kv.bits < 16 else 16
+        is_undivided = self.kernel == "attention_fa2" and self.tile_rows <= decoded and not self.cascade
         page_size = self.page_size if self.page_size > 0 else 1
         words = {
             f"page={page_size}": self.page_size > 0 or (self.paged and "fa3" in self.kernel),
             f"dtype={self.q.slug}": self.q.slug != "bf16", f"kv={self.kv.slug}": self.kv is not self.q,
-            "ragged": not self.paged and not self.is_of_mla, "flash": self.is_of_mla and self.mask is MaskMode.CAUSAL,
+            "ragged": not self.paged and not self.is_of_mla,
+            "flash": is_undivided or (self.is_of_mla and self.mask is MaskMode.CAUSAL),
             "cascade": self.cascade or (needs_prefixes and not is_step), "tree,spec=N": self.mask is MaskMode.TREE,
             "custom,spec=N": self.mask is MaskMode.CUSTOM,
         }  # fmt: skip
