@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +17,10 @@ from torch import Tensor
 
 import oracle
 from quire.engine.device import target_of
+from quire.kernels import AttentionProblem
+from quire.kernels.features import MaskMode, dtype_of
+from quire.kernels.portable import DECODE
+from targets import pin
 
 WORKSPACE_BYTES = 64 << 20
 #: Options of positions, by the names of plan() and of a Problem.
@@ -178,6 +182,21 @@ class Problem:
     def kv_indptr(self) -> list[int]:
         """Rows of k, [batch_size + 1]."""
         return oracle.indptr_of(self.kv_lens)
+
+    def within_tiles(self, backend: str) -> Problem:
+        """The same, or a problem of fewer queries, if `backend` is decode and a typical request has more rows than its
+        highest tile on this GPU.
+        """
+        if backend != pin("decode"):
+            return self
+        q, kv = dtype_of(self.dtype, "q"), dtype_of(self.kv_dtype or self.dtype, "kv")
+        target, dims = target_of(torch.device(self.device)), (self.head_dim, self.v.shape[2])
+        tiles = DECODE.tiles(AttentionProblem(target, q, kv, q, *dims, 0, MaskMode.NONE, False, False, rows=16))
+        most = tiles[-1].rows * self.num_kv_heads // self.num_qo_heads if tiles else 0
+        typical = -(-sum(self.qo_lens) // max(1, len(self.qo_lens)))
+        if typical <= most or not most:
+            return self
+        return replace(self, qo_lens=[n * most // typical for n in self.qo_lens])
 
     def random_mask(self, density: float = 0.5, seed: int = 1) -> Problem:
         """The same problem under a random custom mask."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import problems
 from ptx.artifacts import compiled_to_ptx, exports_of, text_of
 from ptx.impersonated import GPUS, capability, impersonated, is_of_another_gpu, refusal
 from quire import jit
@@ -18,7 +20,7 @@ from quire.cli.aot import spec_of
 from quire.errors import CacheError, UnsupportedError
 from quire.jit import machine
 from quire.jit.toolchain import Nvcc, find_toolchain
-from quire.kernels import AttentionProblem, Decision, decide
+from quire.kernels import AttentionProblem, Decision, decide, same_rows
 from quire.kernels.features import MaskMode, dtype_of
 from targets import targets
 
@@ -111,6 +113,27 @@ def test_refusals_of_the_other_gpu_are_no_failures(monkeypatch: pytest.MonkeyPat
     assert not any(map(is_of_another_gpu, errors))
     with on_an_h200(monkeypatch, "8.6"):
         assert [is_of_another_gpu(error) for error in errors] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("target", sorted({gpu.target for gpu in GPUS.values()}))
+def test_problems_of_as_many_rows_as_decode_takes(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an A100, whose tiles are Hopper's, tests keep their rows."""
+    monkeypatch.setattr(problems, "target_of", lambda _: target)
+    more = {"dtype": torch.bfloat16, "causal": True}
+    for head_dim, group, kv_dtype in itertools.product((64, 128, 192, 256), (1, 5, 8), (None, torch.float8_e4m3fn)):
+        heads = {"num_qo_heads": 2 * group, "head_dim": head_dim, "kv_dtype": kv_dtype}
+        given = problems.Problem((70, 0, 9), (80, 5, 9), **heads, **more)
+        p = given.within_tiles("quire:decode")
+        rows = same_rows(group * -(-sum(p.qo_lens) // 3))
+        kv = BF16 if kv_dtype is None else dtype_of(kv_dtype, "kv")
+        asked = AttentionProblem(target, BF16, kv, BF16, head_dim, head_dim, **{**PROBLEM, "rows": rows})
+        if head_dim == 256 and target == "sm120a":
+            assert p is given
+        else:
+            assert decide(asked, "quire:decode").key.tile_rows >= rows > 0
+        small = problems.Problem((64 // group, 64 // group), (80, 9), **heads, **more)
+        assert small.within_tiles("quire:fa2") is small
+        assert target != "sm80" or small.within_tiles("quire:decode") is small
 
 
 @pytest.mark.parametrize(

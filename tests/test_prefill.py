@@ -177,6 +177,7 @@ def test_custom_mask_takes_the_place_of_causal(device, backend, dtype, kind):
 def test_head_dims(device, backend, kind, head_dim):
     dtype = torch.float16 if head_dim % 32 == 0 else torch.bfloat16
     p = Problem((5, 1, 20), (33, 70, 20), head_dim=head_dim, dtype=dtype, device=device, causal=True)
+    p = p.within_tiles(backend)
     p.check(*prefill(p, kind, backend))
 
 
@@ -184,6 +185,7 @@ def test_head_dims(device, backend, kind, head_dim):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_narrower_than_keys(device, backend, dtype, kind):
     p = Problem((5, 30), (33, 70), head_dim=192, head_dim_vo=128, dtype=dtype, device=device, causal=True)
+    p = p.within_tiles(backend)
     p.check(*prefill(p, kind, backend))
 
 
@@ -496,7 +498,7 @@ ANY_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=
 
 
 @st.composite
-def problems(draw, dtype, device, head_dim):
+def problems(draw, backend, dtype, device, head_dim):
     """A batch of a few requests with options from a small set of variants."""
     requests = draw(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=5))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from(GROUP_SIZES[:5]))
@@ -511,7 +513,7 @@ def problems(draw, dtype, device, head_dim):
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from([-1, -1, 0, 13, 64])),
         seed=draw(st.integers(0, 1 << 30)),
-    )
+    ).within_tiles(backend)
     return problem.random_mask(draw(st.sampled_from([0.02, 0.5, 0.98]))) if draw(st.booleans()) else problem
 
 
@@ -520,7 +522,7 @@ def problems(draw, dtype, device, head_dim):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_ragged_batch(device, backend, dtype, head_dim, data):
-    p = data.draw(problems(dtype, device, head_dim))
+    p = data.draw(problems(backend, dtype, device, head_dim))
     p.check(*prefill_ragged(p, backend, index_device=data.draw(st.sampled_from(["cpu", None]))))
 
 
@@ -528,7 +530,7 @@ def test_any_ragged_batch(device, backend, dtype, head_dim, data):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_paged_batch(device, backend, dtype, head_dim, data):
-    p = data.draw(problems(dtype, device, head_dim))
+    p = data.draw(problems(backend, dtype, device, head_dim))
     page_size = data.draw(st.sampled_from([1, 3, 8, 16]))
     layout, signature = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS))
     cache = p.paged(page_size, layout, signature, order_seed=data.draw(st.integers(0, 99)))

@@ -36,13 +36,14 @@ def test_prefill_lengths(device, backend, dtype, causal, qo_len, kv_len):
 @pytest.mark.first(2)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_head_dims(device, backend, dtype, head_dim):
-    p = Problem((20,), (33,), head_dim=head_dim, dtype=dtype, device=device, causal=True)
+    p = Problem((20,), (33,), head_dim=head_dim, dtype=dtype, device=device, causal=True).within_tiles(backend)
     p.check(*single(p, backend))
 
 
 @pytest.mark.one_type
 def test_prefill_values_narrower_than_keys(device, backend, dtype):
     p = Problem((20,), (33,), head_dim=192, head_dim_vo=128, dtype=dtype, device=device, causal=True)
+    p = p.within_tiles(backend)
     p.check(*single(p, backend))
 
 
@@ -166,6 +167,7 @@ def test_decode_options(device, backend, dtype):
 )
 def test_any_prefill(device, backend, dtype, qo_len, kv_len, causal, window_left, seed):
     p = Problem((qo_len,), (kv_len,), dtype=dtype, device=device, causal=causal, window_left=window_left, seed=seed)
+    p = p.within_tiles(backend)
     p.check(*single(p, backend))
 
 
