@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 
 import oracle
+import quire
 from problems import ints, poisoned
+from quire.engine.device import target_of
+from quire.kernels import AttentionKey, kernel_of
 
 SCALE = 192**-0.5
 BYTES, E4M3 = 656, torch.float8_e4m3fn  #: of a latent in a row with scales, and the type of its numbers
+
+
+def skips_gaps(device: str) -> bool:
+    """Whether the kernel of a device skips indices that name no token. For others torch moves the tokens to the front:
+    their number is another in each call, so that each one plans, and none is repeated as it was recorded.
+    """
+    target = target_of(torch.device(device))
+    chosen = {"head_dim": 576, "head_dim_vo": 512, "dtype": torch.bfloat16, "page_size": 1, "mask": "none", "rows": 16}
+    return kernel_of(AttentionKey.parse(quire.is_supported(**chosen, target=target).slug)).has_gaps
 
 
 @dataclass

@@ -87,8 +87,8 @@ class FlashMLASchedMeta(ScheduleCache):
 def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[FlashMLASchedMeta, None]:
     """The tile_scheduler_metadata and num_splits of flash_mla_with_kvcache(), for the layers and steps of a model.
 
-    On a GPU the first call with `indices` and without topk_length keeps its schedule in the object, and calls of the
-    same shapes use it, also in CUDA graphs. Other calls plan anew, because tensors whose values may change decide.
+    On a Hopper GPU the first call with `indices` and without topk_length keeps its schedule in the object, and calls of
+    the same shapes use it, also in CUDA graphs. Other calls plan anew, because tensors whose values may change decide.
     Calls and graphs that share the object must not overlap on different streams. FlashMLA's arguments are accepted and
     not needed.
     """
