@@ -34,7 +34,7 @@ from machine import describe, write_report
 from quire.compat.flash_attn_interface import flash_attn_varlen_func
 from tables import DECODE, PREFILL
 
-WORKSPACE = 512 << 20
+WORKSPACE = 512 << 20  #: for partial results, beside the room for rotated keys and values
 MOST_ROWS = 2048  #: of a chunk: those of the long prompts end anywhere
 PAGE_SIZES = (16, 1, 64)
 LATENT_PAGE_SIZES = (64, 1, 16)
@@ -295,7 +295,8 @@ def check(name: str, lens: Sequence[int], sets: int, device: torch.device) -> di
     case, rng, began = CASES[name], random.Random(name), time.perf_counter()
     sizes = LATENT_PAGE_SIZES if case.kind == "latents" else PAGE_SIZES
     pool = Pool(case, [max(case.rows, n // case.part) for n in lens], device, sizes)
-    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    rotated = 2 * (pool.k.nbytes + pool.v.nbytes) if "pos_encoding_mode" in case.plan else 0
+    workspace = torch.zeros(WORKSPACE + rotated, dtype=torch.uint8, device=device)
     eager = {"graph": prefill, "decode graph": decode}.get(case.kind, KINDS[case.kind])
     reference, attend = eager(pool, workspace), KINDS[case.kind](pool, torch.zeros_like(workspace))
     steps = case.kind.startswith("decode")

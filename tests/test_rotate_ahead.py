@@ -166,6 +166,29 @@ def test_a_small_workspace_leaves_rotation_to_the_kernel(device, dtype):
     p.check(*wrapper.run(p.q, p.k, p.v, return_lse=True))
 
 
+@pytest.mark.one_type
+def test_a_small_workspace_is_refused_where_it_would_decide_the_kernel(device, dtype):
+    """With deterministic=True; workspace_size() says how much is enough."""
+    p = problem(device, dtype)
+    memory = torch.empty(1 << 15, dtype=torch.uint8, device=device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(memory, deterministic=True)
+    with pytest.raises(
+        quire.UnsupportedError, match=r"too small for them; pass a workspace of at least (\d+) bytes"
+    ) as told:
+        plan_ragged(wrapper, p)
+    least = int(str(told.value).partition(" of at least ")[2].split()[0])
+    offsets = [torch.tensor(indptr, dtype=torch.int32) for indptr in (p.qo_indptr, p.kv_indptr)]
+    needed, _ = wrapper.workspace_size(*offsets, 8, 2, 64, **p.plan_options())
+    assert needed >= least > memory.numel()
+    wrapper.reset_workspace_buffer(torch.empty(needed, dtype=torch.uint8, device=device))
+    plan_ragged(wrapper, p)
+    assert is_ahead(wrapper)
+    p.check(*wrapper.run(p.q, p.k, p.v, return_lse=True))
+    with pytest.raises(quire.UnsupportedError, match="at least"):
+        wrapper.reset_workspace_buffer(torch.empty(least - 4096, dtype=torch.uint8, device=device))
+        plan_ragged(wrapper, p)
+
+
 def test_wrong_pages_are_named(device, dtype):
     """Page numbers on the host are checked, as without a rotation."""
     p = problem(device, dtype)

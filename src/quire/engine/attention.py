@@ -85,7 +85,7 @@ class Attention(PlannedRun):
         if graph is None and (rotates or options.types.kv.bits <= 8):
             self._prologue, note = self._choose_prologue(spec, rope_prologue if rotates else upcast)
         elif rotates:
-            self._refuse_prologue(spec, "CUDA graphs have no such launch")
+            self._refuse_prologue(spec)
         try:
             self.spec = spec if spec.custom_mask is None else self._packed(spec)
             self._plan_options = options
@@ -137,22 +137,26 @@ class Attention(PlannedRun):
             return None, ""
         prologue, note = kind.fit_workspace(self._workspace, spec.indices, options, plain)
         if prologue is None:
-            self._refuse_prologue(spec, note)
+            self._refuse_prologue(spec)
         self.decision = self.decision if prologue is None else plain
         return prologue, note
 
-    def _refuse_prologue(self, spec: AttentionSpec, reason: str) -> None:
-        """Refuse to rotate in the kernel where other batches of the same options would be rotated ahead of another."""
-        options, decision = spec.options, self.decision
-        if options.fixed_split_size != OWN_SPLITS or not rope_prologue.may_pay(options, decision, self._backend):
+    def _refuse_prologue(self, spec: AttentionSpec) -> None:
+        """Refuse to rotate in the kernel where other batches of the same options are rotated ahead of another."""
+        plain = _kernel_of_rotated(spec, self.decision, self._device, self._backend)
+        if plain is None:
             return
-        plain = spec._replace(options=rope_prologue.plain_options(options)).decide(self._device, self._backend)
-        if rope_prologue.is_faster(plain, decision):
-            raise UnsupportedError(
-                f"pos_encoding_mode: expected 'NONE' here with deterministic=True, got 'ROPE_LLAMA', for which "
-                f"{plain.kernel.name} computes on keys that were rotated ahead of it, and {reason}; rotate q and k "
-                f"before the call, or pass backend={PIN + decision.kernel.backend!r} in all calls, which rotates there."
-            )
+        reason, instead = "CUDA graphs have no such launch", ""
+        if self.graph is None:
+            assert isinstance(spec.indices, Indices)
+            least = rope_prologue.least_workspace(spec.indices, spec.options, plain)
+            reason, instead = "the workspace is too small for them", f"pass a workspace of at least {least} bytes, "
+        raise UnsupportedError(
+            f"pos_encoding_mode: expected 'NONE' here with deterministic=True, got 'ROPE_LLAMA', for which "
+            f"{plain.kernel.name} computes on keys that were rotated ahead of it, and {reason}; {instead}rotate q and "
+            f"k before the call, or pass backend={PIN + self.decision.kernel.backend!r} in all calls, which rotates "
+            f"there."
+        )
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
         """`spec` with the mask packed into bits."""
@@ -258,7 +262,22 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
     else:
         spec = spec.with_8_bit_queries(backend)
     assert isinstance(spec.indices, Indices)
-    return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.options, device, graph)
+    chosen = decision or spec.decide(device, backend)
+    plain = _kernel_of_rotated(spec, chosen, device, backend) if graph is None else None
+    num_bytes = workspace_bytes(plain or chosen, spec.indices, spec.options, device, graph)
+    return num_bytes if plain is None else rope_prologue.least_workspace(spec.indices, spec.options, plain, num_bytes)
+
+
+def _kernel_of_rotated(spec: AttentionSpec, decision: Decision, device: torch.device, backend: str) -> Decision | None:
+    """The kernel for keys that are rotated ahead, if all batches of these options are, so that results do not depend on
+    the batch; else None.
+    """
+    options = spec.options
+    rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA and options.fixed_split_size == OWN_SPLITS
+    if not rotates or not rope_prologue.may_pay(options, decision, backend):
+        return None
+    plain = spec._replace(options=rope_prologue.plain_options(options)).decide(device, backend)
+    return plain if rope_prologue.is_faster(plain, decision) else None
 
 
 def planned(attention: Attention | None) -> Attention:

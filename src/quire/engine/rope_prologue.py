@@ -69,13 +69,18 @@ class Prologue(ABC):
             self._streams.add(stream)
 
 
+def least_bytes(num_bytes: int) -> int:
+    """Of a workspace of which `num_bytes` are set aside."""
+    return math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
+
+
 def set_aside(workspace: Workspace, num_bytes: int) -> tuple[tuple[Workspace, torch.Tensor] | None, int]:
     """What is left of a workspace and `num_bytes` of it, rounded up, and how many those are. Where it is too small:
     None, and how many bytes it would need.
     """
     num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     parts = workspace.set_aside(num_bytes, MOST_OF_WORKSPACE, ALIGNMENT)
-    return parts, num_bytes if parts is not None else math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
+    return parts, num_bytes if parts is not None else least_bytes(num_bytes)
 
 
 def kept(indices: Indices) -> Indices:
@@ -164,6 +169,19 @@ class _Batch(NamedTuple):
         return cls(indices.qo_lens().int(), indices.kv_lens().int(), largest_page(indices))
 
 
+def _copied_bytes(batch: _Batch, options: PlanOptions) -> int:
+    """Of rotated keys, and of the values of a paged cache."""
+    tensors = 2 if options.page_size else 1
+    token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
+    return max(1, int(batch.kv_lens.sum())) * token_bytes
+
+
+def least_workspace(indices: Indices, options: PlanOptions, plain: Decision, partials: int = 0) -> int:
+    """The bytes of a workspace that holds rotated keys and so many bytes of partial results."""
+    copied = -(-_copied_bytes(_Batch.of(indices, options, plain), options) // ALIGNMENT) * ALIGNMENT
+    return max(least_bytes(copied), copied + ALIGNMENT + partials)
+
+
 class RopePrologue(Prologue):
     """The part of a plan that rotates: the memory of rotated keys, and the batch that the kernel is planned on."""
 
@@ -191,9 +209,7 @@ class RopePrologue(Prologue):
     ) -> tuple[RopePrologue | None, str]:
         """The launch, or None if rotated keys do not fit into the workspace; and a note for explain()."""
         batch = _Batch.of(indices, options, plain)
-        tensors = 2 if options.page_size else 1
-        token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
-        parts, num_bytes = set_aside(workspace, max(1, int(batch.kv_lens.sum())) * token_bytes)
+        parts, num_bytes = set_aside(workspace, _copied_bytes(batch, options))
         if parts is None:
             return None, (
                 f"queries and keys are rotated in the kernel: {num_bytes} bytes of workspace would hold rotated keys "

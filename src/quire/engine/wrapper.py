@@ -307,8 +307,9 @@ class AttentionWrapper(EngineAttributes):
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The sizes in bytes of the float and the int workspace that plan() can use for the same arguments.
 
-        With a smaller float workspace plan() divides the keys among fewer CTAs. The int workspace has the minimum size
-        of a buffer, because a plan owns its index arrays. Nothing is planned; the kernel is compiled if necessary.
+        With a smaller float workspace plan() divides the keys among fewer CTAs; with deterministic=True it refuses the
+        batch. The int workspace has the minimum size of a buffer, because a plan owns its index arrays. Nothing is
+        planned; the kernel is compiled if necessary.
         """
         num_bytes = workspace_bytes_of(
             self.spec_of(*args, **kwargs), self._workspace.device, self._backend, self._graph
