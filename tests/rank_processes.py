@@ -5,6 +5,7 @@ They are forks of a process that has imported torch and Quire (isolation.py).
 
 from __future__ import annotations
 
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,8 @@ def _join(backend: str, store: str, rank: int, size: int, seconds: float) -> Non
     if backend == "nccl":
         torch.cuda.set_device(rank)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # The watchdog ends the process four times as long after a timeout: by default a minute.
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         of_gpus = {"device_id": torch.device("cuda", rank), "pg_options": options}
     dist.init_process_group(
         backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=seconds),
