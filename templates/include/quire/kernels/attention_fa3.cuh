@@ -204,7 +204,7 @@ class AttentionFa3 : public Fa3Cta<V> {
   QUIRE_DEVICE void begin_scores(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, const Rings& rings) const {
     if constexpr (kIsDistance) {
       rows.distances.set(logits_tile(stage, 0), stage.work.tile.row_begin);
-      rows.distances.read(s, bias_at(rings.k), DistanceSlice<V>::is_paired(p_.base.group));
+      rows.distances.read(s, bias_at(rings.k));
     }
   }
 
@@ -315,7 +315,7 @@ class AttentionFa3 : public Fa3Cta<V> {
     if constexpr (kIsRamp) rows.ramps.move(ramp_scale(), tile * kTileKv);
     v_.wait_full(values_of_tile_before);
     k_.wait_full(rings.k);
-    if constexpr (kIsDistance) rows.distances.read(s, bias_at(rings.k), DistanceSlice<V>::is_paired(p_.base.group));
+    if constexpr (kIsDistance) rows.distances.read(s, bias_at(rings.k));
     // Start S of this tile and O += P V of the tile before, and hand the turn over.
     if (takes_turns) ptx::named_barrier_sync(kTurn + turn, 256);
     start_ABt<T, TileQ, TileK, kIsDistance>(s, q, k);

@@ -30,8 +30,6 @@ struct KeyOfHead {
 
 // The biases of a row tile and a KV tile: for each head of the group, those of the distances from the tile's last query
 // to its first key, up to its first query and its last key. Neighbouring KV tiles share distances.
-// With few heads there are two copies of them, of which the second begins one word later: a lane reads the biases of
-// two neighbouring keys as 8 bytes, which are aligned in one of both.
 template <class V>
 class DistanceSlice {
   // From the first query of a row tile to its last one, the distances of a head, and words from head to head, which
@@ -45,8 +43,7 @@ class DistanceSlice {
 
  public:
   static constexpr int kMostHeads = 32;  // of a group; more would leave no shared memory for keys and values
-  static constexpr int kMostPaired = 8;  // heads of which there are two copies
-  static constexpr int kBytes = ceil_div(max(most_words(kMostHeads), 2 * most_words(kMostPaired) + 2), 4) * 16;
+  static constexpr int kBytes = ceil_div(most_words(kMostHeads), 4) * 16;
   // Columns and heads that a lane computes at a time, so that their loads are in flight together.
   static constexpr int kColumns = V::kTileKv / 32, kHeads = 8 / kColumns;
   using Values = float[kHeads][kColumns];
@@ -61,7 +58,6 @@ class DistanceSlice {
   }
 
   QUIRE_DEVICE int num_heads() const { return num_heads_; }
-  QUIRE_DEVICE static bool is_paired(const FastDivisor& group) { return group.divisor <= kMostPaired; }
 
   // Reads the biases of a lane's columns column, + 32, ... for a few heads and the KV tile from `first_key` on.
   template <class Math>
@@ -86,7 +82,7 @@ class DistanceSlice {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         const bool exists = head + h < num_heads_ && column + 32 * i < width_;
-        put(exists, at + h * pitch_ * 4 + 128 * i, in_units(values[h][i], unit));
+        ptx::st_shared_if(exists, at + h * pitch_ * 4 + 128 * i, in_units(values[h][i], unit));
       }
     }
   }
@@ -108,7 +104,7 @@ class DistanceSlice {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
           const bool exists = head + h < num_heads_ && V::kTileKv + column + 32 * i < width_;
-          put(exists, to + at + (h * pitch_ + V::kTileKv + 32 * i) * 4, values[h][i]);
+          ptx::st_shared_if(exists, to + at + (h * pitch_ + V::kTileKv + 32 * i) * 4, values[h][i]);
         }
       }
     }
@@ -129,19 +125,10 @@ class DistanceSlice {
   // The offset in bytes of the bias of the lane's row i and first key.
   QUIRE_DEVICE uint32_t place(const LogitsTile<V>& tile, int i) const {
     const int head = tile.group.mod(tile.row + 8 * i), query = tile.qo_idx(i) - query_;
-    const int word = head * pitch_ + last_query_ - query + 2 * (tile.lane & 3);
-    return (word + (is_paired(tile.group) && word % 2 != 0 ? second() : 0)) * 4;
+    return (head * pitch_ + last_query_ - query + 2 * (tile.lane & 3)) * 4;
   }
 
  private:
-  // Words from a bias to its second copy, an odd number.
-  QUIRE_DEVICE int second() const { return num_heads_ * pitch_ + 1; }
-
-  QUIRE_DEVICE void put(bool exists, uint32_t at, float bias) const {
-    ptx::st_shared_if(exists, at, bias);
-    ptx::st_shared_if(exists && num_heads_ <= kMostPaired, at + second() * 4, bias);
-  }
-
   // A bias times `unit`. A finite bias stays finite.
   QUIRE_DEVICE static float in_units(float bias, float unit) {
     constexpr float kMost = 3.0e38f;
@@ -165,18 +152,10 @@ struct DistanceRows {
 
   // Sets s to the biases of the slice at `from`.
   template <int n>
-  QUIRE_DEVICE void read(float (&s)[n], uint32_t from, bool is_paired) const {
+  QUIRE_DEVICE void read(float (&s)[n], uint32_t from) const {
     const uint32_t rows[2] = {from + at[0], from + at[1]};
-    if (is_paired) {
 #pragma unroll
-      for (int i = 0; i < n; i += 2) {
-        const uint2 two = ptx::ld_shared_8(rows[i / 2 % 2] + i / 4 * 32);
-        s[i] = __uint_as_float(two.x), s[i + 1] = __uint_as_float(two.y);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < n; ++i) s[i] = ptx::ld_shared(rows[i / 2 % 2] + (i / 4 * 8 + i % 2) * 4);
-    }
+    for (int i = 0; i < n; ++i) s[i] = ptx::ld_shared(rows[i / 2 % 2] + (i / 4 * 8 + i % 2) * 4);
   }
 };
 
