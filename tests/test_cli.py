@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -555,8 +556,7 @@ def test_the_line_of_a_miss_works_when_pasted(cache: Path, tmp_path: Path, monke
     denied = {**os.environ, "QUIRE_JIT": "deny"}
     first = subprocess.run([sys.executable, "-c", server], env=denied, capture_output=True, text=True, check=False)
     assert first.returncode == 1 and "CacheMissError" in first.stderr
-    line = first.stderr.strip().splitlines()[-1].partition("to do:")[2].strip()
-    assert line.startswith("quire warmup ")
+    (line,) = re.findall(r"^ +to do: +(quire warmup .*)$", first.stderr, re.MULTILINE)
     subprocess.run(f"{sys.executable} -m {line}", shell=True, check=True, capture_output=True)
     again = subprocess.run([sys.executable, "-c", server], env=denied, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
