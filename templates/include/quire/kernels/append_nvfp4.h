@@ -4,9 +4,9 @@
 //
 // Each kScaledNumbers neighbouring numbers x of a row have a scale s in e4m3, and each number is x / (s * global scale)
 // in E2M1. s is the largest |x| / (6 * global scale): 6 is the largest number of E2M1. All of it is rounded to nearest,
-// ties to even; a number beyond the largest becomes that, and a NaN makes the scale a NaN. Where
-// s * global scale is 0, or so small that its reciprocal is infinite, numbers become 0. The host computes the same
-// bits.
+// ties to even, the quotient to float32 first; a number beyond the largest becomes that, and a NaN makes the scale a
+// NaN. Where s * global scale is 0, or so small that its reciprocal is infinite, numbers become 0. The host computes
+// the same bits.
 //
 // The kernel is limited by memory bandwidth. A thread has the numbers of one scale, of keys and of values.
 #pragma once
