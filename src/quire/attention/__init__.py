@@ -84,6 +84,7 @@ class BatchAttention:
         """Plan a batch: kv_len_arr int32 [batch_size] counts the tokens of each request.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). use_profiler=True is refused.
+        Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
         lens, indptr = host_indices(kv_len_arr, "kv_len_arr"), host_indices(kv_indptr, "kv_indptr")
         if lens.shape[0] != indptr.shape[0] - 1:
@@ -105,7 +106,8 @@ class BatchAttention:
         """(o [nnz_qo, num_qo_heads, head_dim_vo], lse [nnz_qo, num_qo_heads] float32, base 2).
 
         logits_soft_cap: the value given to plan(), or 0. k_scale, v_scale: numbers or tensors of one element.
-        kv_cache_sf: as in the paged prefill wrapper's run().
+        kv_cache_sf: as in the paged prefill wrapper's run(), whose errors this raises, too. Raises ValidationError for
+        a cap that is not the planned one.
         """
         given = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
         if given and given != (cap := self._wrapper._logits_soft_cap):
@@ -160,7 +162,10 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         self._head_dims = check_positive(head_dim_qk, "head_dim_qk"), check_positive(head_dim_vo, "head_dim_vo")
 
     def plan(self, *args: Any, **options: Any) -> None:
-        """plan() of the paged prefill wrapper; data types and window default to those of the constructor."""
+        """plan() of the paged prefill wrapper; data types and window default to those of the constructor.
+
+        Raises the errors of that plan(), and ValidationError for dims that are not the constructor's.
+        """
         defaults = self._defaults if len(args) <= _POSITIONAL else {}
         super().plan(*args, **{**defaults, **options})
 
@@ -179,7 +184,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         sm_scale: float | None = None, *, sinks: torch.Tensor | None = None, **options: Any,
     ) -> Result:  # fmt: skip
         """run() of the paged prefill wrapper with `sink` float32 [num_qo_heads], logits (natural logarithm) that are
-        added to the denominators. sm_scale: the factor of the logits; None: the one given to plan().
+        added to the denominators. sm_scale: the factor of the logits; None: the one given to plan(). Raises PlanError
+        before plan(), ValidationError for tensors that do not fit the plan.
         """
         if sink is not None and sinks is not None:
             raise ValidationError("sink: expected it or sinks, got both.")
@@ -257,7 +263,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         max_item_len_ptr: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
     ) -> None:  # fmt: skip
-        """Plan a batch, as the paged prefill wrapper does; masks and causal windows are for run()."""
+        """Plan a batch, as the paged prefill wrapper does; masks and causal windows are for run().
+
+        Raises ValidationError for types and dims that are not the constructor's, and the errors of that plan().
+        """
         if logits_soft_cap:
             refuse(logits_soft_cap=logits_soft_cap)
         told: dict[str, Any] = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
@@ -298,6 +307,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         causal_window_left: of the keys up to the query's own the last causal_window_left + 1 are seen; -1: all.
         range_window_left: of a range only keys are seen that are less than so many before the query; -1 or 0: all.
         kv_cache_sf: scales of a cache of 4 bits, as in the paged prefill wrapper.
+
+        Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
         """
         rows = check_tensor(bidirectional_ranges, "bidirectional_ranges")
         windows = (

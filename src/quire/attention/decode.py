@@ -237,6 +237,16 @@ _options = options_of(BatchDecodeWithPagedKVCacheWrapper.plan)
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True: indptr_buffer [batch_size + 1], indices_buffer
     [largest number of pages] and last_page_len_buffer [batch_size], int32 on the device.
+
+    plan() writes into the buffers, and raises ValidationError naming the argument if a batch does not fit them.
+
+    >>> workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    >>> buffers = (torch.empty(n, dtype=torch.int32) for n in (3, 64, 2))  # up to 64 pages
+    >>> wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers)
+    >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 2], [5, 16]))
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16)
+    >>> wrapper.run(torch.randn(2, 8, 64).half(), torch.randn(6, 2, 16, 2, 64).half()).shape
+    torch.Size([2, 8, 64])
     """
 
     def __init__(
@@ -261,8 +271,17 @@ def fast_decode_plan(
 ) -> None:  # fmt: skip
     """plan() of a BatchDecodeWithPagedKVCacheWrapper as SGLang binds it.
 
+    indptr [batch_size + 1], indices [pages], last_page_len [batch_size] and the options: as in plan().
     global_override_indptr_cpu: a host copy of `indptr`. operands: what the mask of the wrapper's variant reads. The
-    function exists for its name: plan() with host arrays is just as fast.
+    function exists for its name: plan() with host arrays is just as fast. Raises the errors of plan().
+
+    >>> import functools
+    >>> wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> wrapper.begin_forward = functools.partial(quire.decode.fast_decode_plan, wrapper)
+    >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 2], [5, 16]))
+    >>> wrapper.begin_forward(indptr, indices, last, 8, 2, 64, 16, global_override_indptr_cpu=indptr)
+    >>> wrapper.run(torch.randn(2, 8, 64).half(), torch.randn(6, 2, 16, 2, 64).half()).shape
+    torch.Size([2, 8, 64])
     """
     arguments = dict(locals())
     wrapper, on_host = arguments.pop("self"), arguments.pop("global_override_indptr_cpu")

@@ -192,7 +192,8 @@ def explain_flex_attention(
 ) -> Explanation:  # fmt: skip
     """What flex_attention() does with these arguments: the kernel, how its work is divided, which tensors it copies.
 
-    Returns a string of several lines with attributes, as explain() of wrappers. Raises what flex_attention() raises.
+    query [batch, num_qo_heads, q_len, head_dim], key, value [batch, num_kv_heads, kv_len, head_dim]: as there. Returns
+    a string of several lines with attributes, as explain() of wrappers. Raises what flex_attention() raises.
 
     >>> q, k = torch.randn(2, 4, 9, 64), torch.randn(1, 4, 30, 64)
     >>> print(quire.explain_flex_attention(q, k, k).figures["copied in each call"])

@@ -90,10 +90,11 @@ class PODWithPagedKVCacheWrapper:
     ) -> tuple[Result, Result]:  # fmt: skip
         """Returns (result of the prefill, result of the decodes), each o, or (o, lse) with return_lse_p, return_lse_d.
 
-        q_p, k_p, v_p and the arguments in _p: as in single_prefill_with_kv_cache(). q_d, paged_kv_cache_d and the
-        scales, kv_cache_sf_d too: as in the decode wrapper's run(). Arguments in _d that plan() takes must agree with
-        it. operands_p, operands_d: tensors and numbers, by name, that the constructor's variant reads: all of those for
-        the prefill, and those of the score for the decodes.
+        q_p [qo_len, num_qo_heads, head_dim], k_p, v_p and the arguments in _p: as in single_prefill_with_kv_cache().
+        q_d [batch_size, num_qo_heads, head_dim], paged_kv_cache_d and the scales, kv_cache_sf_d too: as in the decode
+        wrapper's run(). Arguments in _d that plan() takes must agree with it. operands_p, operands_d: tensors and
+        numbers, by name, that the constructor's variant reads: all of those for the prefill, and those of the score for
+        the decodes. Raises PlanError before plan(), ValidationError naming the argument, or UnsupportedError.
         """
         self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
         fused = None
@@ -159,6 +160,15 @@ class BatchPODWithPagedKVCacheWrapper:
 
     float_workspace_buffer, kv_layout, variant, deterministic: as in BatchPrefillWithPagedKVCacheWrapper. With
     deterministic=True there are two launches.
+
+    >>> wrapper = quire.BatchPODWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> of_prefills = ([0, 3], [0, 2], [4, 0], [5])  # offsets of queries and pages, page numbers, tokens in last pages
+    >>> of_decodes = ([0, 1, 2], [0, 1, 3], [1, 2, 5], [16, 9])
+    >>> wrapper.plan(*(torch.tensor(x, dtype=torch.int32) for x in of_prefills + of_decodes), 8, 2, 64, 16)
+    >>> q_p, q_d, cache = (torch.randn(*n, 64).half() for n in ((3, 8), (2, 8), (6, 2, 16, 2)))
+    >>> o_p, o_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
+    >>> o_p.shape, o_d.shape
+    (torch.Size([3, 8, 64]), torch.Size([2, 8, 64]))
     """
 
     def __init__(
@@ -186,8 +196,9 @@ class BatchPODWithPagedKVCacheWrapper:
         operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> None:  # fmt: skip
         """Plan both: index arrays of the prefills (_p) and of the decodes (_d), and options as in the paged prefill
-        wrapper's plan(). data_type: the default of q_data_type and kv_data_type. operands_p, operands_d: tensors and
-        numbers, by name, that the mask of the constructor's variant reads.
+        wrapper's plan(), qo_indptr_*, kv_indptr_* [batch_size + 1], last_page_len_* [batch_size]. data_type: the
+        default of q_data_type and kv_data_type. operands_p, operands_d: tensors and numbers, by name, that the mask of
+        the constructor's variant reads. Raises ValidationError or UnsupportedError, as that plan() does.
         """
         q_type = q_data_type or data_type or "float16"
         options: dict[str, Any] = {
@@ -236,7 +247,7 @@ class BatchPODWithPagedKVCacheWrapper:
         The prefills are planned again if a mask is given, or if causal_p differs from the last call. The scales are
         for the decodes, and k_scale and v_scale for the prefills, too, if their cache has 4 bits: kv_cache_sf_p and
         kv_cache_sf_d are scales of such caches. operands_p, operands_d: what the score of the constructor's variant
-        reads, by name.
+        reads, by name. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
         """
         check_flags(causal_p=causal_p)
         causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p

@@ -61,7 +61,18 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of bounds
 
 
 class SelectedPages(NamedTuple):
-    """The result of select_pages(): a table for each request and KV head, in the order of the request's own table."""
+    """The result of select_pages(): a table for each request and KV head, in the order of the request's own table.
+
+    block_tables: int32 [batch_size, num_kv_heads, pages], entries beyond a length are any. seq_lens: int32 [batch_size,
+    num_kv_heads], tokens of the selected pages. An engine with a selection of its own may make it, too:
+    batch_decode_with_selected_pages() raises ValidationError for tables that do not fit.
+
+    >>> selected = quire.SelectedPages(torch.tensor([[[4, 2], [0, 5]]]).int(), torch.tensor([[32, 28]]).int())
+    >>> q, cache = torch.randn(1, 8, 64).bfloat16(), torch.randn(6, 2, 16, 2, 64).bfloat16()
+    >>> workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    >>> quire.batch_decode_with_selected_pages(q, cache, workspace, selected).shape
+    torch.Size([1, 8, 64])
+    """
 
     block_tables: torch.Tensor  #: [batch_size, num_kv_heads, pages] int32; those beyond a length are any
     seq_lens: torch.Tensor  #: [batch_size, num_kv_heads] int32, tokens of the selected pages

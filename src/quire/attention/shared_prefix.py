@@ -199,7 +199,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         """Attention of q [batch_size, num_qo_heads, head_dim] over the shared keys and each request's own pages.
 
         k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). operands: what the
-        constructor's variant reads. Returns o like q.
+        constructor's variant reads. Returns o like q. Raises PlanError before begin_forward(), ValidationError for
+        tensors that do not fit the plan.
         """
         return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, operands)
 
@@ -207,8 +208,14 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Prefill attention of requests that begin with the same keys: shared keys in tensors, the others in a paged cache.
 
-    The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper; see also
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper.
+    The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper.
+
+    >>> wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> own = ([0, 3, 5], [0, 1, 2], [0, 1], [7, 9])  # offsets of queries and pages, page numbers, tokens in last pages
+    >>> wrapper.begin_forward(*(torch.tensor(x, dtype=torch.int32) for x in own), 8, 2, 64, 16)
+    >>> q, k, v, cache = (torch.randn(*n, 64).half() for n in ((5, 8), (100, 2), (100, 2), (2, 2, 16, 2)))
+    >>> wrapper.forward(q, k, v, cache, causal=True).shape
+    torch.Size([5, 8, 64])
     """
 
     _kind = BatchPrefillWithPagedKVCacheWrapper
@@ -251,6 +258,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         (HND: heads first), all of them visible, and over each request's own pages, under `causal`. Returns o like q.
 
         `causal` defaults to True, as in the version of FlashInfer that documents this class (later ones: False).
+        Raises PlanError before begin_forward(), ValidationError for tensors that do not fit the plan.
         """
         if self._planned is not None:
             self._complete_plan(self._planned, q, unique_kv_cache, causal)

@@ -63,8 +63,14 @@ def merge_state_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """merge_state() of log-sum-exps in base e, as FlashAttention returns them; SGLang's function of this name.
 
-    v_a, s_a, v_b, s_b: as in merge_state(), which shows an example, but s in base e. v_merged, s_merged: tensors like
-    v_a and s_a that the results are written into. Returns (v, s). Raises ValidationError naming the argument.
+    v_a, v_b [num_tokens, num_heads, head_dim], s_a, s_b [num_tokens, num_heads]: as in merge_state(), but s in base e.
+    v_merged, s_merged: tensors like v_a and s_a that the results are written into. Returns (v, s). Raises
+    ValidationError naming the argument.
+
+    >>> v_a, v_b, s = torch.zeros(3, 8, 64), torch.ones(3, 8, 64), torch.zeros(3, 8)  # of equal weight
+    >>> v, s = quire.merge_state_v2(v_a, s, v_b, s)
+    >>> v[0, 0, 0].item(), round(s[0, 0].exp().item(), 3)
+    (0.5, 2.0)
     """
     for state, name in ((s_a, "s_a"), (s_b, "s_b")):
         check_tensor(state, name)
@@ -87,8 +93,13 @@ def merge_state_in_place(
 ) -> None:  # fmt: skip
     """Merge (v_other, s_other) into (v, s), which are contiguous; both are written, or in case of an error neither.
 
-    v, v_other, s, s_other, v_scale: as in merge_state(), which shows an example. mask: bool or uint8 [num_tokens];
-    tokens with 0 stay as they are. Raises ValidationError naming the argument.
+    v, v_other, s, s_other, v_scale: as in merge_state(). mask: bool or uint8 [num_tokens]; tokens with 0 stay as they
+    are. Raises ValidationError naming the argument.
+
+    >>> v, v_other, s = torch.zeros(3, 8, 64), torch.ones(3, 8, 64), torch.zeros(3, 8)  # of equal weight
+    >>> quire.merge_state_in_place(v, s, v_other, torch.zeros(3, 8), mask=torch.tensor([1, 1, 0]).bool())
+    >>> v[:, 0, 0].tolist(), s[:, 0].tolist()
+    ([0.5, 0.5, 0.0], [1.0, 1.0, 0.0])
     """
     _check_state(v, s, "v", "s")
     _check_state(v_other, s_other, "v_other", "s_other", v)

@@ -193,8 +193,13 @@ def get_batch_indices_positions(
 
     append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending:
     the last new token of request b has position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1,
-    which append_paged_kv_cache() skips. The outputs are written into `batch_indices` and `positions` if given. See
-    append_paged_kv_cache() for an example. Raises ValidationError naming the argument.
+    which append_paged_kv_cache() skips. The outputs are written into `batch_indices` and `positions` if given. Raises
+    ValidationError naming the argument.
+
+    >>> append_indptr, seq_lens = torch.tensor([0, 2, 3]), torch.tensor([9, 17])  # two new tokens, and one
+    >>> requests, positions = quire.get_batch_indices_positions(append_indptr, seq_lens, 3)
+    >>> requests.tolist(), positions.tolist()
+    ([0, 0, 1], [7, 8, 16])
     """
     batch = batch_size_of(check_tensor(append_indptr, "append_indptr"), "append_indptr")
     indptr = to_int32(append_indptr, "append_indptr").contiguous()

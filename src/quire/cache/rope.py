@@ -66,7 +66,16 @@ def apply_rope_inplace(
     q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, offsets: torch.Tensor, rotary_dim: int | None = None,
     interleave: bool = False, rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
-    """Rotate q and k in place. The arguments are those of apply_rope(), which shows an example."""
+    """Rotate q [nnz, num_qo_heads, head_dim] and k [nnz, num_kv_heads, head_dim] in place.
+
+    The arguments are those of apply_rope(). Raises ValidationError naming the argument, before anything is written.
+
+    >>> q, k, indptr, offsets = torch.ones(3, 8, 64), torch.ones(3, 2, 64), torch.tensor([0, 3]), torch.tensor([7])
+    >>> rotated, _ = quire.apply_rope(q, k, indptr, offsets)
+    >>> quire.apply_rope_inplace(q, k, indptr, offsets)
+    >>> torch.equal(q, rotated)
+    True
+    """
     _rope_in_place(q, k, rotary_dim, *_by_requests(indptr, offsets, interleave, rope_scale, rope_theta))
 
 
@@ -74,7 +83,9 @@ def apply_rope_pos_ids(
     q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: int | None = None, interleave: bool = False,
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> Pair:  # fmt: skip
-    """q and k, rotated: row i is at position pos_ids[i], int32 or int64 [nnz]. For the rest see apply_rope().
+    """q and k, rotated: row i is at position pos_ids[i], int32 or int64 [nnz].
+
+    The other arguments are those of apply_rope(). Raises ValidationError naming the argument.
 
     >>> q, k = torch.ones(2, 8, 64), torch.ones(2, 2, 64)
     >>> q_rope, k_rope = quire.apply_rope_pos_ids(q, k, torch.tensor([0, 131072]))
@@ -88,7 +99,17 @@ def apply_rope_pos_ids_inplace(
     q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: int | None = None, interleave: bool = False,
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
-    """Rotate q and k in place. The arguments are those of apply_rope_pos_ids(), which shows an example."""
+    """Rotate q [nnz, num_qo_heads, head_dim] and k [nnz, num_kv_heads, head_dim] in place.
+
+    The arguments are those of apply_rope_pos_ids(). Raises ValidationError naming the argument, before anything is
+    written.
+
+    >>> q, k, pos_ids = torch.ones(2, 8, 64), torch.ones(2, 2, 64), torch.tensor([0, 131072])
+    >>> rotated, _ = quire.apply_rope_pos_ids(q, k, pos_ids)
+    >>> quire.apply_rope_pos_ids_inplace(q, k, pos_ids)
+    >>> torch.equal(q, rotated)
+    True
+    """
     _rope_in_place(q, k, rotary_dim, *_by_positions(pos_ids, interleave, rope_scale, rope_theta))
 
 
@@ -97,10 +118,13 @@ def apply_llama31_rope(
     interleave: bool = False, rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1,
     high_freq_factor: float = 4, old_context_len: int = 8192,
 ) -> Pair:  # fmt: skip
-    """q and k, rotated with the frequencies of Llama 3.1. The first arguments are those of apply_rope().
+    """q [nnz, num_qo_heads, head_dim] and k [nnz, num_kv_heads, head_dim], rotated with the frequencies of Llama 3.1.
+
+    The arguments up to rope_theta are those of apply_rope().
 
     Pairs with fewer than low_freq_factor rotations in old_context_len tokens are slowed down by rope_scale. Pairs with
-    more than high_freq_factor rotations are not. Frequencies in between are interpolated.
+    more than high_freq_factor rotations are not. Frequencies in between are interpolated. Raises ValidationError naming
+    the argument.
 
     >>> q, k = torch.ones(3, 8, 64), torch.ones(3, 2, 64)
     >>> indptr, offsets = torch.tensor([0, 3]), torch.tensor([9000])
@@ -118,7 +142,17 @@ def apply_llama31_rope_inplace(
     interleave: bool = False, rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1,
     high_freq_factor: float = 4, old_context_len: int = 8192,
 ) -> None:  # fmt: skip
-    """Rotate q and k in place. The arguments are those of apply_llama31_rope(), which shows an example."""
+    """Rotate q [nnz, num_qo_heads, head_dim] and k [nnz, num_kv_heads, head_dim] in place.
+
+    The arguments are those of apply_llama31_rope(). Raises ValidationError naming the argument, before anything is
+    written.
+
+    >>> q, k, indptr, offsets = torch.ones(3, 8, 64), torch.ones(3, 2, 64), torch.tensor([0, 3]), torch.tensor([9000])
+    >>> rotated, _ = quire.apply_llama31_rope(q, k, indptr, offsets)
+    >>> quire.apply_llama31_rope_inplace(q, k, indptr, offsets)
+    >>> torch.equal(q, rotated)
+    True
+    """
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
     _rope_in_place(q, k, rotary_dim, *_by_requests(indptr, offsets, interleave, rope_scale, rope_theta, llama31))
 
@@ -130,7 +164,12 @@ def apply_llama31_rope_pos_ids(
 ) -> Pair:  # fmt: skip
     """q and k, rotated with the frequencies of Llama 3.1: row i is at position pos_ids[i], int32 or int64 [nnz].
 
-    The other arguments are those of apply_llama31_rope(), which shows an example.
+    The other arguments are those of apply_llama31_rope(). Raises ValidationError naming the argument.
+
+    >>> q, k = torch.ones(3, 8, 64), torch.ones(3, 2, 64)
+    >>> rotated, _ = quire.apply_llama31_rope_pos_ids(q, k, torch.tensor([9000, 9001, 9002]))
+    >>> torch.equal(rotated, quire.apply_llama31_rope(q, k, torch.tensor([0, 3]), torch.tensor([9000]))[0])
+    True
     """
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
     return _rotated(q, k, rotary_dim, _by_positions(pos_ids, interleave, rope_scale, rope_theta, llama31))
@@ -141,7 +180,17 @@ def apply_llama31_rope_pos_ids_inplace(
     rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:  # fmt: skip
-    """Rotate q and k in place. The arguments are those of apply_llama31_rope_pos_ids(): see apply_llama31_rope()."""
+    """Rotate q [nnz, num_qo_heads, head_dim] and k [nnz, num_kv_heads, head_dim] in place.
+
+    The arguments are those of apply_llama31_rope_pos_ids(). Raises ValidationError naming the argument, before anything
+    is written.
+
+    >>> q, k, pos_ids = torch.ones(2, 8, 64), torch.ones(2, 2, 64), torch.tensor([0, 9000])
+    >>> rotated, _ = quire.apply_llama31_rope_pos_ids(q, k, pos_ids)
+    >>> quire.apply_llama31_rope_pos_ids_inplace(q, k, pos_ids)
+    >>> torch.equal(q, rotated)
+    True
+    """
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
     _rope_in_place(q, k, rotary_dim, *_by_positions(pos_ids, interleave, rope_scale, rope_theta, llama31))
 
@@ -175,8 +224,18 @@ def apply_rope_with_cos_sin_cache_inplace(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor,
     is_neox: bool = True,
 ) -> None:  # fmt: skip
-    """Rotate query and key in place. The arguments are those of apply_rope_with_cos_sin_cache(), which shows an
-    example.
+    """Rotate query [nnz, num_qo_heads * head_size] and key [nnz, num_kv_heads * head_size] in place.
+
+    The arguments are those of apply_rope_with_cos_sin_cache(). Raises ValidationError naming the argument, before
+    anything is written.
+
+    >>> angles = torch.arange(100)[:, None] * 1e4 ** (-torch.arange(32) / 32)
+    >>> cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=1)
+    >>> positions, query, key = torch.tensor([5, 99]), torch.randn(2, 8 * 64), torch.randn(2, 2 * 64)
+    >>> rotated, _ = quire.apply_rope_with_cos_sin_cache(positions, query, key, 64, cos_sin_cache)
+    >>> quire.apply_rope_with_cos_sin_cache_inplace(positions, query, key, 64, cos_sin_cache)
+    >>> torch.equal(query, rotated)
+    True
     """
     q, k = _heads(query, "query", head_size), _heads(key, "key", head_size)
     _rope_in_place(q, k, None, *_by_table(positions, cos_sin_cache, is_neox))

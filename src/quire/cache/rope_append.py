@@ -136,7 +136,16 @@ def mla_rope_quantize_fp8(
     q_rope_out: torch.Tensor | None = None, k_rope_out: torch.Tensor | None = None,
     q_nope_out: torch.Tensor | None = None, k_nope_out: torch.Tensor | None = None, enable_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """rope_quantize_fp8(), which shows an example, under the name that engines use for latent attention (MLA)."""
+    """rope_quantize_fp8() under the name that engines use for latent attention (MLA): k_rope is [nnz, rope_dim].
+
+    Arguments, results and errors are those of rope_quantize_fp8(): it raises ValidationError naming the argument.
+
+    >>> table = torch.cat((torch.ones(8, 32), torch.zeros(8, 32)), dim=1)  # cosines and sines of no rotation
+    >>> q, k, pos_ids = torch.randn(2, 16, 576), torch.randn(2, 576), torch.tensor([0, 7])
+    >>> rotated = quire.rope.mla_rope_quantize_fp8(q[..., 512:], k[:, 512:], q[..., :512], k[:, :512], table, pos_ids)
+    >>> [list(x.shape) for x in rotated]
+    [[2, 16, 64], [2, 64], [2, 16, 512], [2, 512]]
+    """
     return rope_quantize_fp8(
         q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv,
         q_rope_out, k_rope_out, q_nope_out, k_nope_out, enable_pdl,
@@ -161,7 +170,18 @@ def rope_quantize_fp8_append_paged_kv_cache(
     kv_indices, kv_indptr, batch_indices, positions: as in append_paged_kv_cache().
     quantize_dtype: the cache's dtype, which None stands for.
 
-    Returns (q_rope_out, q_nope_out). See rope_append_paged_kv_cache() for an example.
+    Returns (q_rope_out, q_nope_out). Raises ValidationError naming the argument, before anything is written.
+
+    >>> table = torch.cat((torch.ones(8, 32), torch.zeros(8, 32)), dim=1)  # cosines and sines of no rotation
+    >>> q, k, zeros = torch.randn(2, 16, 576), torch.randn(2, 576), torch.zeros(2, dtype=torch.int32)
+    >>> ckv, kpe = (torch.zeros(4, 16, dim, dtype=torch.float8_e4m3fn) for dim in (512, 64))
+    >>> positions, pages = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)  # one request
+    >>> q_rope, q_nope = quire.rope.rope_quantize_fp8_append_paged_kv_cache(
+    ...     q[..., 512:], k[:, 512:], q[..., :512], k[:, :512], None, table, positions, (ckv, kpe), pages,
+    ...     torch.tensor([0, 1], dtype=torch.int32), zeros, positions,
+    ... )
+    >>> torch.equal(ckv[3, :2].float(), k[:, :512].to(ckv.dtype).float())
+    True
     """
     tensors = cache_tensors(paged_kv_cache)
     if len(tensors) != 2:

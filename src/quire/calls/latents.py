@@ -154,8 +154,15 @@ def xqa_batch_decode_with_kv_cache_mla(
     """trtllm_batch_decode_with_kv_cache_mla() with the arguments of FlashInfer's function of this name, for any number
     of heads and of queries per request.
 
-    Returns [batch_size, q_len, num_heads, kv_lora_rank]. Raises ValidationError or UnsupportedError. There is an
-    example at trtllm_batch_decode_with_kv_cache_mla().
+    Returns [batch_size, q_len, num_heads, kv_lora_rank]. Raises ValidationError or UnsupportedError.
+
+    >>> query, kv_cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(6, 16, 576).bfloat16()
+    >>> block_tables, seq_lens = torch.tensor([[4, 0], [2, 0]]).int(), torch.tensor([21, 16]).int()
+    >>> quire.mla.xqa_batch_decode_with_kv_cache_mla(
+    ...     query, kv_cache, torch.empty(1 << 20, dtype=torch.uint8), 128, 512, 64, block_tables, seq_lens, 32,
+    ...     bmm1_scale=192**-0.5,
+    ... ).shape
+    torch.Size([2, 1, 16, 512])
     """
     result: torch.Tensor = trtllm_batch_decode_with_kv_cache_mla(
         query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
@@ -312,7 +319,7 @@ class MLAPlanMetadata:
 
     qo_indptr, kv_indptr [batch_size + 1], kv_indices [pages], kv_len_arr [batch_size]: offsets and page numbers.
     cum_seq_lens_q [batch_size + 1], block_tables [batch_size, pages], seq_lens [batch_size], max_q_len: a block
-    table. All int32, on the host or the device of the calls.
+    table. All int32, on the host or the device of the calls; plan() raises the errors.
 
     >>> table = quire.mla.MLAPlanMetadata.dense(
     ...     torch.tensor([0, 1, 2]), torch.tensor([[4, 0], [2, 0]]), torch.tensor([21, 16])

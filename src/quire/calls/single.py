@@ -211,7 +211,15 @@ def _either_scale(of: str, number: Any, tensor: Any) -> Any:
 
 
 def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> Pair:
-    """(o, lse) of single_prefill_with_kv_cache(), which shows an example, with return_lse=True."""
+    """(o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]) of single_prefill_with_kv_cache().
+
+    The arguments are that function's, with return_lse=True. Raises ValidationError or UnsupportedError, as it does.
+
+    >>> q, k, v = torch.randn(3, 8, 64).half(), torch.randn(20, 2, 64).half(), torch.randn(20, 2, 64).half()
+    >>> o, lse = quire.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
+    >>> o.shape, lse.shape
+    (torch.Size([3, 8, 64]), torch.Size([3, 8]))
+    """
     result: Any = single_prefill_with_kv_cache(*args, **{"return_lse": True, **options})
     return result  # type: ignore[no-any-return]
 

@@ -196,7 +196,14 @@ def denied() -> bool:
 
 
 def seal() -> None:
-    """Make every later cache miss in this process raise CacheMissError. Call it when warmup() is over."""
+    """Make every later cache miss in this process raise CacheMissError. Call it when warmup() is over.
+
+    >>> q, k = torch.randn(2, 64), torch.randn(5, 2, 64)
+    >>> o = quire.single_decode_with_kv_cache(q, k, k)  # loads its kernel, as warm-up does
+    >>> quire.seal()
+    >>> quire.single_decode_with_kv_cache(q, k[:3], k[:3]).shape  # so this compiles nothing
+    torch.Size([2, 64])
+    """
     global _sealed
     _sealed = True
 
