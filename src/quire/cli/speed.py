@@ -78,7 +78,7 @@ class Batch:
         self.latents = draw(sum(pages), _PAGE, row.dim) if row.latents else None
         self.numbers = torch.randperm(sum(pages), dtype=torch.int32, device=device)
         self.qo_indptr, self.kv_indptr = self._offsets(row.new), self._offsets(pages)
-        self.last = torch.tensor([(n - 1) % _PAGE + 1 for n in row.lens], dtype=torch.int32)
+        self.last = torch.tensor([(n - 1) % _PAGE + 1 for n in row.lens], dtype=torch.int32, device="cpu")
         self.lens = torch.tensor(row.lens, dtype=torch.int32, device=device)
         self.scale = (192 if row.latents else row.dim) ** -0.5
         table = [list(range(int(b), int(e))) for b, e in zip(self.kv_indptr[:-1], self.kv_indptr[1:], strict=True)]
@@ -88,7 +88,7 @@ class Batch:
     def _offsets(self, lens: Sequence[int]) -> torch.Tensor:
         import torch
 
-        return torch.tensor([0, *lens]).cumsum(0).int()
+        return torch.tensor([0, *lens], device="cpu").cumsum(0).int()
 
     def by_requests(self) -> torch.Tensor:
         """Queries [batch, tokens, heads, dim] of requests of one length."""

@@ -87,7 +87,7 @@ def _lost(others: list[int], group: Any) -> list[int]:
     sent = []
     for other in others:
         with _noting(other, lost):
-            sent.append((other, dist.isend(torch.zeros(1, dtype=torch.uint8), other, group, tag=_PROBE)))
+            sent.append((other, dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), other, group, tag=_PROBE)))
     for other, work in sent:
         with _noting(other, lost):
             if work is not None:

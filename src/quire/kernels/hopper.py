@@ -110,18 +110,20 @@ def _has_distance_bias(problem: AttentionProblem) -> bool:
 
 
 def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other; but
-    then high ones where these are far faster for long prompts: with small heads, over keys that are gathered, which are
-    read again for each row tile, and over 8-bit keys, which are also widened again.
+    """Low tiles for chunks, whose last tiles then waste fewer rows; for long prompts high ones that cut no block of a
+    mask made of blocks. Where requests must not influence each other, low ones unless high ones are far faster: over
+    keys that are gathered or widened again for each row tile, and with small heads.
     """
-    if not problem.fixed_split_size or problem.uniform:
-        return shapes[0].rows if problem.rows <= 2048 else shapes[-1].rows
-    is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
-    is_gathered = problem.paged and _page_size_fa3(problem) == ANY_PAGE_SIZE
-    is_high = not is_small if problem.kv.bits == 8 else is_small or is_gathered
-    size = max(0, problem.fixed_split_size)
-    fitting = [shape.rows for shape in shapes if size % shape.kv == 0] or [shapes[0].rows]
-    return fitting[-1 if is_high else 0]
+    if problem.fixed_split_size and not problem.uniform:
+        is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
+        is_gathered = problem.paged and _page_size_fa3(problem) == ANY_PAGE_SIZE
+        is_high = not is_small if problem.kv.bits == 8 else is_small or is_gathered
+        fitting = [tile.rows for tile in shapes if max(0, problem.fixed_split_size) % tile.kv == 0] or [shapes[0].rows]
+        return fitting[-1 if is_high else 0]
+    if problem.rows <= 2048:
+        return shapes[0].rows
+    block = mask_blocks(problem.variant.expression)[0] * problem.group_size if problem.variant else 0
+    return next((tile.rows for tile in reversed(shapes) if block % tile.rows == 0), shapes[0].rows)
 
 
 def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
