@@ -110,12 +110,13 @@ def forget() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[AttentionProblem, str], None]:
-    """The problems that calls ask the catalogue to decide, with their backends."""
+    """The problems of calls that a kernel takes, with their backends."""
     problems: dict[tuple[AttentionProblem, str], None] = {}
 
     def noted(problem: AttentionProblem, backend: str) -> Decision:
+        decision = decide(problem, backend)
         problems[problem, backend] = None
-        return decide(problem, backend)
+        return decision
 
     monkeypatch.setattr(spec, "decide", noted)
     return problems
