@@ -217,21 +217,34 @@ struct AttentionCpu {
     }
   }
 
+  // The logits of one row and `keys` of a KV tile, of which the row sees those of `range`. No lambda of stream_rows, so
+  // that softmax is compiled once for all kRows.
+  struct StreamScore {
+    const cpu::LogitsTile<V>& logits;
+    int row, query;
+    KeyRange keys, range;
+
+    StreamScore(const cpu::LogitsTile<V>& logits, int row, KeyRange keys)
+        : logits(logits),
+          row(row),
+          query(logits.rows.qo_idx(row)),
+          keys(keys),
+          range(logits.mask.visible(query).within(keys)) {}
+
+    cpu::Floats operator()(cpu::Floats s, int key) const {
+      return cpu::score_logits<true>(logits, s, cpu::KeyLanes<V>{logits, row, query, keys.begin + key, range});
+    }
+  };
+
   template <int kRows>
   static void stream_rows(const Context& c, Stream& stream, int at, KeyRange keys, KeyRange next, int row) {
     Scratch& x = c.scratch;
     const int count = keys.end - keys.begin;
     const Row *k_rows = x.k_rows[at], *v_rows = x.v_rows[at];
     const float* q = stream.q + row * kQk;
-    if (row == 0) {
-      cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s_rows, q, k_rows, v_rows, count);
-    } else {
-      cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s_rows, q, k_rows, v_rows, count);
-    }
+    cpu::stream_scores<kQk, kRows, kTileKv>(x.s_rows, q, k_rows, count, {v_rows, row == 0 ? count : 0});
     for (int i = 0; i < kRows; ++i) {
-      const auto score = [&](cpu::Floats s, int key) {
-        return cpu::score_logits<true>(c.logits, s, cpu::KeyLanes<V>{c.logits, row + i, keys.begin + key, keys.end});
-      };
+      const StreamScore score(c.logits, row + i, keys);
       x.alpha[i] = cpu::stream_softmax(x.s_rows + i * kTileKv, count, score, stream.m[row + i], stream.d[row + i]);
     }
     float* o = stream.o + row * kVo;
@@ -357,6 +370,21 @@ struct AttentionCpu {
     x.tiles.template pack_values<V::kHeadDimVo>(v_rows, at);
   }
 
+  // As StreamScore, for all kRowTiles. kScales: of q . k times the factor of queries.
+  template <bool kScales>
+  struct TilesScore {
+    const cpu::LogitsTile<V>& logits;
+    const decltype(Scratch::panel)& panel;
+    int row_tile, tile_begin;
+
+    cpu::Floats operator()(cpu::Floats s, int key) const {
+      if constexpr (kScales) s = s * logits.q_scale();
+      const cpu::RowLanes<V, decltype(Scratch::panel)> lanes = {logits, panel, row_tile * cpu::kTileSide, tile_begin,
+                                                                key};
+      return cpu::score_logits<true>(logits, s, lanes);
+    }
+  };
+
   // One panel of rows against one staged kv tile.
   template <int kRowTiles>
   static void tiles_panel(const Context& c, int row, KeyRange tile, bool finite) {
@@ -374,17 +402,12 @@ struct AttentionCpu {
       const int at = row + i * cpu::kTileSide;
       cpu::SoftmaxTile<kVo> softmax = {x.tiles.weights(i), x.s + i * (kTileKv * cpu::kTileSide), x.m + at, x.d + at,
                                        x.o + at * kVo};
-      const auto score = [&](cpu::Floats s, int key) {
-        const cpu::RowLanes<V, decltype(x.panel)> lanes = {c.logits, x.panel, i * cpu::kTileSide, tile.begin, key};
-        return cpu::score_logits<true>(c.logits, s, lanes);
-      };
       if (plain) {
         softmax.of_all(whole, c.logits.q_scale());
       } else if (scales) {
-        softmax.template of<true>(keys, c.logits.q_scale(), score);
+        softmax.template of<true>(keys, c.logits.q_scale(), TilesScore<false>{c.logits, x.panel, i, tile.begin});
       } else {
-        softmax.template of<false>(keys, 1.0f,
-                                   [&](cpu::Floats s, int key) { return score(s * c.logits.q_scale(), key); });
+        softmax.template of<false>(keys, 1.0f, TilesScore<true>{c.logits, x.panel, i, tile.begin});
       }
     }
     if (finite) {

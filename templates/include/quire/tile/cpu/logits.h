@@ -35,25 +35,26 @@ struct LogitsTile {
   float q_scale() const { return transform.kIsIdentity ? transform.factor : 1.0f; }
 };
 
-// Few rows: a vector is one row and the kLanes keys from `key` on. Logits of keys from `end` on were not computed.
+// Few rows: a vector is one row and the kLanes keys from `key` on, of which the row sees those of `range` but for what
+// mask bits hide.
 template <class V>
 struct KeyLanes {
   const LogitsTile<V>& tile;
-  int row, key, end;
+  int row, query, key;
+  KeyRange range;
 
-  int q_idx() const { return tile.rows.qo_idx(row); }
+  int q_idx() const { return query; }
   Ints kv_idx() const { return key + iota(); }
-  Floats ramp(float step) const { return Math::to_float(kv_idx() - (q_idx() + tile.diagonal())) * step; }
+  Floats ramp(float step) const { return Math::to_float(kv_idx() - (query + tile.diagonal())) * step; }
   int head() const { return tile.rows.head(row); }
   int request() const { return tile.request; }
   int qo_len() const { return tile.mask.qo_len; }
   int kv_len() const { return tile.mask.kv_len; }
 
   Ints visible() const {
-    const KeyRange keys = tile.mask.visible(q_idx());
-    const Ints lane = iota(), in_range = (lane >= keys.begin - key) & (lane < min(keys.end, end) - key);
+    const Ints lane = iota(), in_range = (lane >= range.begin - key) & (lane < range.end - key);
     if constexpr (!mask_has_bits(V::kMask)) return in_range;
-    return in_range & (((tile.mask.word(q_idx(), key) >> (Words)lane) & 1u) != 0u);
+    return in_range & (((tile.mask.word(query, key) >> (Words)lane) & 1u) != 0u);
   }
 };
 

@@ -38,10 +38,17 @@ QUIRE_CPU void order_streamed(float* o) {
   }
 }
 
+// The rows that a pass prefetches: the values of its KV tile beside keys, the keys of the next beside values.
+template <class Row>
+struct Prefetch {
+  const Row* rows;
+  int count;
+};
+
 // s[kRows][keys] = q[kRows][kDim] . k_rows[key], for count keys; s has kStride numbers a row, and capacity for whole
 // blocks.
-template <int kDim, int kRows, int kStride, bool kPrefetch, class Row>
-inline void stream_scores(float* s, const float* q, const Row* k_rows, const Row* prefetch, int count) {
+template <int kDim, int kRows, int kStride, class Row>
+inline void stream_scores(float* s, const float* q, const Row* k_rows, int count, Prefetch<Row> prefetch) {
   for (int key = 0; key < count; key += kStreamKeys) {
     Row k[kStreamKeys];
 #pragma GCC unroll 4
@@ -64,9 +71,7 @@ inline void stream_scores(float* s, const float* q, const Row* k_rows, const Row
         }
       }
     }
-    if constexpr (kPrefetch) {
-      for (int j = key; j < min(key + kStreamKeys, count); ++j) prefetch_row<kDim>(prefetch[j]);
-    }
+    for (int j = key; j < min(key + kStreamKeys, prefetch.count); ++j) prefetch_row<kDim>(prefetch.rows[j]);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
       const Floats4 sums = sum_lanes(sum[0][i], sum[1][i], sum[2][i], sum[3][i]);
@@ -74,13 +79,6 @@ inline void stream_scores(float* s, const float* q, const Row* k_rows, const Row
     }
   }
 }
-
-// The rows that a pass over values prefetches for the next KV tile.
-template <class Row>
-struct Prefetch {
-  const Row* rows;
-  int count;
-};
 
 // o[kRows][kVectors * kLanes of kDim] = alpha[row] * o + sum over keys of s[row][key] v_rows[key][from d on]. One row
 // of kPrefetchDim numbers is fetched beside each value.
