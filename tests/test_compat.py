@@ -139,7 +139,9 @@ class TestStandIn:
         compat.activate()
         value = getattr(import_module("flashinfer" + f".{module}" * bool(module)), name)
         path = f"{module}.{name}".strip(".")
-        with pytest.raises(quire.UnsupportedError, match=rf"^flashinfer\.{path}: [^.]*\bno such kernel; [^.]*\.\nSee docs/"):
+        with pytest.raises(
+            quire.UnsupportedError, match=rf"^flashinfer\.{path}: [^.]*\bno such kernel; [^.]*\.\nSee docs/"
+        ):
             value(1, x=2)
         assert not isinstance(3, value)
         with pytest.raises(quire.UnsupportedError, match=rf"{path}\.layout_128x4"):

@@ -47,10 +47,12 @@ _EXPORTS = {"kThreads": 128, "kMinCtas": 1, "kSmemBytes": 0}
 
 
 def parameters() -> Iterator[Any]:
+    """All on Hopper; those with words and the quick ones, which have each kind of layer, on other GPUs too."""
     for served in SERVED:
         for engine in ("vllm", "sglang"):
             marks = () if served in QUICK else (pytest.mark.slow,)
-            yield pytest.param(*served, engine, marks=marks, id=f"{served[0]}{served[1]},{engine}")
+            for target in ALIKE if served[1] or served in QUICK else (HOPPER,):
+                yield pytest.param(*served, engine, target, marks=marks, id=f"{served[0]}{served[1]},{engine},{target}")
 
 
 @pytest.fixture(scope="session")
@@ -122,8 +124,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[AttentionProblem, str],
     return problems
 
 
-@pytest.mark.parametrize("target", ALIKE)
-@pytest.mark.parametrize(("name", "words", "engine"), [*parameters()])
+@pytest.mark.parametrize(("name", "words", "engine", "target"), [*parameters()])
 def test_a_sealed_server_compiles_nothing(
     name: str, words: str, engine: str, target: str, absent_gpu: None, asked: dict[tuple[AttentionProblem, str], None]
 ) -> None:
