@@ -61,10 +61,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-#: -O1: compiles in half the time of -O2, and removes fewer faults.
+#: -Og without inlining and common subexpressions: compiles in a third of the time of -O2, and removes fewer faults.
 FLAGS = (
     *("-fsanitize=address,undefined,float-cast-overflow", "-fsanitize-recover=all", "-fno-omit-frame-pointer"),
-    *("-g1", "-O1"),
+    *("-g1", "-Og", "-fno-inline", "-fno-gcse"),
 )
 
 #: Not detect_stack_use_after_return: it aligns variables to 32 bytes, and vectors of AVX-512 need 64 (GCC PR 110027).
