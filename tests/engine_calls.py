@@ -298,27 +298,35 @@ def _indexed_decode(t: Cards, batch: Batch) -> None:
 
 def vllm(model: Serving, device: torch.device) -> Iterator[tuple[str, Call]]:
     """QUIRE and QUIRE_MLA, FLASHMLA and FLASHINFER, of vLLM 0.33 on Hopper: (name, call)."""
-    for layer in model.layers:
-        t = Cards(model, layer, device)
-        if layer.is_encoder:
-            yield from _encoder(t)
-        elif model.latent is not None:
-            yield from _projected(t)
-            yield from _over_latents(t)
-        elif layer.is_cross:
-            for batch in (*_PROMPTS, *_DECODES):
-                yield f"cross attention {batch}", lambda t=t, b=batch: _varlen(t, b, causal=False)
-        else:
-            for batch in (*_PROMPTS, *_CHUNKS, *_DECODES, *_drafts(model)):
-                yield f"QUIRE {batch}", lambda t=t, b=batch: _varlen(t, b)
-                yield f"FLASHINFER prefill {batch}", lambda t=t, b=batch: _paged(t, b)
-            for batch in (*_DECODES, *_drafts(model)) if t.is_square else ():
-                yield f"FLASHINFER decode {batch}", lambda t=t, b=batch: _decode(t, b)
-            yield from _shared(t, _varlen, levels=True)
+
+    def decoder(t: Cards) -> Iterator[tuple[str, Call]]:
+        for batch in (*_PROMPTS, *_CHUNKS, *_DECODES, *_drafts(model)):
+            yield f"QUIRE {batch}", lambda t=t, b=batch: _varlen(t, b)
+            yield f"FLASHINFER prefill {batch}", lambda t=t, b=batch: _paged(t, b)
+        for batch in (*_DECODES, *_drafts(model)) if t.is_square else ():
+            yield f"FLASHINFER decode {batch}", lambda t=t, b=batch: _decode(t, b)
+        yield from _shared(t, _varlen, levels=True)
+
+    yield from _of_layers(model, device, _varlen, decoder)
 
 
 def sglang(model: Serving, device: torch.device) -> Iterator[tuple[str, Call]]:
     """`quire` (FlashAttention-3's backend), flashmla and flashinfer, of SGLang 0.5.23 on Hopper: (name, call)."""
+
+    def decoder(t: Cards) -> Iterator[tuple[str, Call]]:
+        for batch in (*_PROMPTS, *_CHUNKS, *_DECODES, *_drafts(model)):
+            yield f"quire {batch}", lambda t=t, b=batch: _with_kvcache(t, b)
+        yield from _of_flashinfer(t)
+        yield from _shared(t, _with_kvcache)
+
+    yield from _of_layers(model, device, _with_kvcache, decoder)
+
+
+def _of_layers(
+    model: Serving, device: torch.device, across: Callable[..., object],
+    decoder: Callable[[Cards], Iterator[tuple[str, Call]]],
+) -> Iterator[tuple[str, Call]]:  # fmt: skip
+    """Those of each layer, whose kind decides; across: cross attention, decoder: a layer over its own keys."""
     for layer in model.layers:
         t = Cards(model, layer, device)
         if layer.is_encoder:
@@ -328,12 +336,9 @@ def sglang(model: Serving, device: torch.device) -> Iterator[tuple[str, Call]]:
             yield from _over_latents(t)
         elif layer.is_cross:
             for batch in (*_PROMPTS, *_DECODES):
-                yield f"cross attention {batch}", lambda t=t, b=batch: _with_kvcache(t, b, causal=False)
+                yield f"cross attention {batch}", lambda t=t, b=batch: across(t, b, causal=False)
         else:
-            for batch in (*_PROMPTS, *_CHUNKS, *_DECODES, *_drafts(model)):
-                yield f"quire {batch}", lambda t=t, b=batch: _with_kvcache(t, b)
-            yield from _of_flashinfer(t)
-            yield from _shared(t, _with_kvcache)
+            yield from decoder(t)
 
 
 def _encoder(t: Cards) -> Iterator[tuple[str, Call]]:
