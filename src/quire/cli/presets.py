@@ -28,9 +28,7 @@ _LONG_ROWS = 4096  #: packed rows of a long prompt
 _NESTED = ("text_config", "llm_config", "language_config")
 _QO_HEADS = "num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads"
 _WIDTHS = "hidden_size", "n_embd", "d_model"
-_KV_HEADS = (
-    "num_key_value_heads", "num_kv_heads", "num_attention_groups", "n_head_kv", "multi_query_group_num",
-)  # fmt: skip
+_KV_HEADS = "num_key_value_heads", "num_kv_heads", "num_attention_groups", "n_head_kv", "multi_query_group_num"
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "mpnet", "electra", "nomic_bert")
 _FLAGS = ("graph", "ragged", "cascade", "tree", "custom", "flash")
 #: The options of an engine, for which its name stands.
@@ -327,9 +325,7 @@ def needs(model: Serving, target: str) -> Needs:
 
 
 def _split_sizes(model: Serving, problem: AttentionProblem) -> tuple[int, ...]:
-    """How calls let keys be divided. FlashAttention-3's flash_attn_varlen_func() has num_splits=1: they never are, and
-    the lengths of other requests may not decide the kernel.
-    """
+    """How calls let keys be divided: never with num_splits=1, the default of FlashAttention-3's flash_attn_varlen_func()."""
     return (0, -1) if model.flash and not problem.uniform else (0,)
 
 
