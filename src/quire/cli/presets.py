@@ -325,7 +325,7 @@ def needs(model: Serving, target: str) -> Needs:
 
 
 def _split_sizes(model: Serving, problem: AttentionProblem) -> tuple[int, ...]:
-    """How calls let keys be divided: never with num_splits=1, the default of FlashAttention-3's flash_attn_varlen_func()."""
+    """How calls let keys be divided: never with num_splits=1, a default of FlashAttention-3's varlen function."""
     return (0, -1) if model.flash and not problem.uniform else (0,)
 
 
