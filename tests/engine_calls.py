@@ -128,24 +128,38 @@ class Cards(NamedTuple):
             "window_size": (left, 0 if left >= 0 and causal else left), "alibi_slopes": slopes,
         }  # fmt: skip
 
+    @property
+    def has_8_bit_queries(self) -> bool:
+        """Whether engines round queries for FlashAttention-3, which then gives bfloat16."""
+        return self.types() == (torch.bfloat16, torch.float8_e4m3fn)
+
+    def narrow(self, q: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Queries of 8 bits, and the factors of queries, keys and values."""
+        one = torch.ones(len(batch.new), self.heads()[1], device=self.device)
+        return q.to(torch.float8_e4m3fn), dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)
+
 
 # --- FlashAttention's dialect ----------------------------------------------------------------------------------------
 
 
-def _varlen(t: Cards, batch: Batch, **more: Any) -> Any:
+def _varlen(t: Cards, batch: Batch, *, narrow: bool = False, **more: Any) -> Any:
     """vLLM's call of one layer: all requests of a step, over pages."""
+    q, factors = t.narrow(t.q(sum(batch.new)), batch) if narrow else (t.q(sum(batch.new)), {})
     return flash_attn_interface.flash_attn_varlen_func(
-        t.q(sum(batch.new)), *t.cache(batch), cu_seqlens_q=t.offsets(batch.new), max_seqlen_q=max(batch.new),
-        seqused_k=t.ints(batch.lens), max_seqlen_k=max(batch.lens), block_table=t.table(batch), **{**t.flash(), **more},
+        q, *t.cache(batch), cu_seqlens_q=t.offsets(batch.new), max_seqlen_q=max(batch.new),
+        seqused_k=t.ints(batch.lens), max_seqlen_k=max(batch.lens), block_table=t.table(batch),
+        **{**t.flash(), **factors, **more},
     )  # fmt: skip
 
 
 def _with_kvcache(t: Cards, batch: Batch, **more: Any) -> Any:
     """SGLang's."""
+    q = t.q(sum(batch.new))
+    q, factors = t.narrow(q, batch) if t.has_8_bit_queries else (q, {})
     return flash_attn_interface.flash_attn_with_kvcache(
-        t.q(sum(batch.new)), *t.cache(batch), page_table=t.table(batch), cache_seqlens=t.ints(batch.lens),
+        q, *t.cache(batch), page_table=t.table(batch), cache_seqlens=t.ints(batch.lens),
         cu_seqlens_q=t.offsets(batch.new), cu_seqlens_k_new=t.offsets(batch.lens), max_seqlen_q=max(batch.new),
-        **{**t.flash(), **more},
+        **{**t.flash(), **factors, **more},
     )  # fmt: skip
 
 
@@ -302,6 +316,8 @@ def vllm(model: Serving, device: torch.device) -> Iterator[tuple[str, Call]]:
     def decoder(t: Cards) -> Iterator[tuple[str, Call]]:
         for batch in (*_PROMPTS, *_CHUNKS, *_DECODES, *_drafts(model)):
             yield f"QUIRE {batch}", lambda t=t, b=batch: _varlen(t, b)
+            if t.has_8_bit_queries:
+                yield f"FLASH_ATTN {batch}", lambda t=t, b=batch: _varlen(t, b, narrow=True)
             yield f"FLASHINFER prefill {batch}", lambda t=t, b=batch: _paged(t, b)
         for batch in (*_DECODES, *_drafts(model)) if t.is_square else ():
             yield f"FLASHINFER decode {batch}", lambda t=t, b=batch: _decode(t, b)

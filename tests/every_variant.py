@@ -17,6 +17,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -32,6 +33,7 @@ from quire.cli.aot import PRESETS, Selection, select
 from quire.engine.device import target_of
 from quire.kernels import AttentionKey, kernel_of
 from quire.kernels.features import NVFP4, MaskMode, PosEncodingMode
+from test_fp8_products import check as check_products_of_8_bits
 from test_mla import parts, planned
 from test_xqa import Draft, call, with_draft
 
@@ -63,7 +65,7 @@ def problem_of(key: AttentionKey, device: str) -> Problem:
     rope = key.pos_encoding is PosEncodingMode.ROPE_LLAMA
     problem = Problem(
         (q_len,) * len(kv_lens), kv_lens, num_qo_heads=2 * GROUP_SIZE, num_kv_heads=2, head_dim=key.head_dim_qk,
-        head_dim_vo=key.head_dim_vo, dtype=key.q.torch,
+        head_dim_vo=key.head_dim_vo, dtype=key.o.torch if key.q.bits == 8 else key.q.torch,
         kv_dtype=None if key.kv is NVFP4 else key.kv.torch, device=device,
         causal=key.mask is MaskMode.CAUSAL, window_left=window_left, soft_cap=soft_cap,
         attention_chunk_size=70 if chunked else None,
@@ -77,6 +79,10 @@ def run(key: AttentionKey, backend: str, device: str) -> str:
     if key.problem().is_mla:
         return run_mla(key, backend, device)
     problem, types = problem_of(key, device), {"kv_data_type": key.kv.torch, "o_data_type": key.o.torch}
+    check = problem.check
+    if key.q.bits == 8:
+        problem.q, types["q_data_type"] = problem.q.to(key.q.torch), key.q.torch
+        check = partial(check_products_of_8_bits, problem)
     if key.kv is NVFP4:
         return run_nvfp4(key, problem, types, backend)
     if key.mask is MaskMode.TREE:
@@ -88,11 +94,11 @@ def run(key: AttentionKey, backend: str, device: str) -> str:
         cache = problem.paged(key.page_size if key.page_size > 0 else 5)  # 5: fits no tile
         wrapper = paged_wrapper(problem, cache, backend)
         plan_paged(wrapper, problem, cache, plan=types)
-        problem.check(*wrapper.run(problem.q, cache.kv, return_lse=True))
+        check(*wrapper.run(problem.q, cache.kv, return_lse=True))
     else:
         wrapper = ragged_wrapper(problem, backend)
         plan_ragged(wrapper, problem, plan=types)
-        problem.check(*wrapper.run(problem.q, problem.k, problem.v, return_lse=True))
+        check(*wrapper.run(problem.q, problem.k, problem.v, return_lse=True))
     slug: str = wrapper._attention.decision.key.slug
     return slug
 
@@ -130,7 +136,7 @@ def run_mla(key: AttentionKey, backend: str, device: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--backend", default="decode,fa2,fa3" if device != "cpu" else "cpu")
+    parser.add_argument("--backend", default="decode,fa2,fa3,fp8" if device != "cpu" else "cpu")
     parser.add_argument("--preset", default=",".join(PRESETS))
     parser.add_argument("--most", type=int, default=math.inf, help="variants")
     parser.add_argument("--announce", action="store_true", help="print each variant's name before it runs")

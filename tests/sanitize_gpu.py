@@ -51,7 +51,7 @@ def listed() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", choices=TOOLS, action="append")
-    parser.add_argument("--backend", default="decode,fa2,fa3")
+    parser.add_argument("--backend", default="decode,fa2,fa3,fp8")
     parser.add_argument("--update", action="store_true")
     options = parser.parse_args()
     program = [sys.executable, str(Path(__file__).with_name("every_variant.py")), "--backend", options.backend]

@@ -31,7 +31,7 @@ from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit import config
 from quire.jit.machine import CUDA_TARGETS
 from quire.jit.stores import prebuilt_stores, user_store
-from quire.kernels import KERNELS
+from quire.kernels import BACKENDS
 from quire.kernels.features import DTYPES, KV_DTYPES, MASK_FEATURES, DType, dtype_of, kv_dtype_of, read_mask
 
 __all__ = ["INTERRUPTED", "main", "new_parser", "run"]
@@ -160,7 +160,7 @@ def _values(action: argparse.Action) -> list[str]:
     from quire.cli.aot import PRESETS
 
     listed: dict[str, Callable[[], list[str]]] = {
-        "slug": _slugs, "slugs": _slugs, "backends": lambda: [kernel.backend for kernel in KERNELS],
+        "slug": _slugs, "slugs": _slugs, "backends": lambda: [*BACKENDS],
         "preset": lambda: list(PRESETS), "dtypes": lambda: [d.slug for d in DTYPES],
         "kv_dtypes": lambda: [d.slug for d in KV_DTYPES],
     }  # fmt: skip

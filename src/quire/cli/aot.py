@@ -34,7 +34,7 @@ from quire.jit.archive import Pin, import_entries, pack
 from quire.jit.machine import default_jobs
 from quire.jit.toolchain import HOST_TARGETS
 from quire.jit.unit import request_digest
-from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, PodKey, kernel_of
+from quire.kernels import BACKENDS, KERNELS, AttentionKernel, AttentionKey, AttentionProblem, PodKey, kernel_of
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import NVFP4, dtype_of, kv_dtype_of, read_mask
@@ -52,7 +52,7 @@ _LONGEST_SLUG = 300  #: what is longer is no slug, and not repeated whole in an 
 class Selection:
     """A cross product of options; each variant in it that a kernel accepts is built."""
 
-    backends: tuple[str, ...] = tuple(dict.fromkeys(kernel.backend for kernel in KERNELS))
+    backends: tuple[str, ...] = BACKENDS
     head_dims: tuple[tuple[int, int], ...] = ((128, 128),)
     page_sizes: tuple[int, ...] = (0, 16)  #: 0: ragged
     dtypes: tuple[str, ...] = ("bf16",)
@@ -93,13 +93,12 @@ def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], Atten
                 "head_dims": (qk, vo), "page_sizes": page_size, "dtypes": dtype, "masks": mask, "kv_dtypes": kv_dtype,
                 "targets": target, "variants": variant,
             }  # fmt: skip
-            is_mla = (qk, vo) == MLA_DIMS
-            yield (
-                values,
-                AttentionProblem(
-                    target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=is_mla, variant=variant
-                ),
+            problem = AttentionProblem(
+                target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=(qk, vo) == MLA_DIMS, variant=variant
             )
+            yield values, problem
+            if kv.bits == 8:  # queries that are rounded to the type of the cache
+                yield values, replace(problem, q=kv)
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
@@ -138,10 +137,9 @@ class _Answers:
     """
 
     def __init__(self, backends: Sequence[str]) -> None:
-        known = [kernel.backend for kernel in KERNELS]
         for name in backends:
-            if name not in known:
-                raise ValidationError(f"backend: expected some of {', '.join(known)}, got {name!r}.")
+            if name not in BACKENDS:
+                raise ValidationError(f"backend: expected some of {', '.join(BACKENDS)}, got {name!r}.")
         self._backends = backends
         self._taken: set[tuple[str, Any]] = set()
         self._refused: dict[tuple[str, Any], str] = {}

@@ -24,7 +24,7 @@ from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Spec, Store, config, explain_miss, lookup, request_parts
 from quire.jit.archive import Pin, export_entries, import_entries, read_lock, write_lock
 from quire.jit.stores import kept_entries, outdated, prebuilt_stores, require_times_of_use, sweep, to_remove, user_store
-from quire.kernels import KERNELS
+from quire.kernels import BACKENDS
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import DTYPES, mask_words
 
@@ -40,7 +40,7 @@ def _add_warmup(commands: Any) -> None:
         commands, "warmup", _warmup, "compile variants ahead of time",
         "Compile variants ahead of time, also for GPUs that are not present. Lists are comma-separated.",
     )  # fmt: skip
-    backends, types = [kernel.backend for kernel in KERNELS], ", ".join(d.slug for d in DTYPES)
+    types = ", ".join(d.slug for d in DTYPES)
     warmup.add_argument("slugs", nargs="*", metavar="SLUG", help="variants by name, as error messages print them")
     warmup.add_argument("--exact", action="store_true", help="of SLUG only itself, not what other lengths would take")
     warmup.add_argument("--manifest", type=Path, metavar="FILE", help="variants that QUIRE_RECORD or --json wrote")
@@ -48,7 +48,7 @@ def _add_warmup(commands: Any) -> None:
         "--preset", type=_presets, metavar="NAME|CONFIG",
         help=f"of {', '.join(PRESETS)}; or a model: config.json,tp=8,kv=e4m3,page=16,graph",
     )  # fmt: skip
-    warmup.add_argument("--backend", type=cli.words(backends), dest="backends", help="of " + ", ".join(backends))
+    warmup.add_argument("--backend", type=cli.words(BACKENDS), dest="backends", help="of " + ", ".join(BACKENDS))
     warmup.add_argument("--head-dim", type=cli.head_dims, dest="head_dims", help="128 or 192x128 (default 128)")
     warmup.add_argument("--page-size", type=cli.page_sizes, dest="page_sizes", help="or ragged (default 16,ragged)")
     warmup.add_argument("--dtype", type=cli.dtypes, dest="dtypes", help=f"of {types} (default bf16)")

@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import Spec, host_target, without_matrix_unit
-from quire.kernels import AttentionProblem, decide, kernel_of, same_rows, variants_for_all_lengths
+from quire.kernels import READS_8_BITS, AttentionProblem, decide, kernel_of, same_rows, variants_for_all_lengths
 from quire.kernels.attention import MLA_DIMS, AttentionKey
 from quire.kernels.features import NVFP4, DType, MaskMode, PosEncodingMode, dtype_of, kv_dtype_of
 from quire.kernels.operation import OperationKey
@@ -308,25 +308,23 @@ def needs(model: Serving, target: str) -> Needs:
     specs: dict[str, Spec] = {}
     refusals = [f"layers of {kind}: expected some of {', '.join(_KINDS)}" for kind in model.unknown]
     for what, problem, lengths_vary in _problems(model, target):
+        backend = READS_8_BITS if problem.q.bits == 8 else "auto"
         try:
-            decision = decide(problem)
+            decision = decide(problem, backend)
         except UnsupportedError as error:
             refusals.append(f"{what}: {error}")
         else:
             specs[decision.spec.slug] = decision.spec
-        for size in _split_sizes(model, problem) if lengths_vary else ():
-            variants = variants_for_all_lengths(replace(problem, fixed_split_size=size), "auto")
+        # Calls never let keys be divided with num_splits=1, a default of FlashAttention-3's varlen function.
+        sizes = (0, -1) if model.flash and not problem.uniform else (0,)
+        for size in sizes if lengths_vary else ():
+            variants = variants_for_all_lengths(replace(problem, fixed_split_size=size), backend)
             specs.update({spec.slug: spec for spec in variants})
     keys = [AttentionKey.parse(slug) for slug in specs]
     operations = [operation for key in keys if (operation := kernel_of(key).planning(key))]
     for operation in (*operations, *_operations(model, target)):
         specs[operation.slug] = operation.spec()
     return Needs(tuple(specs.values()), tuple(refusals))
-
-
-def _split_sizes(model: Serving, problem: AttentionProblem) -> tuple[int, ...]:
-    """How calls let keys be divided: never with num_splits=1, a default of FlashAttention-3's varlen function."""
-    return (0, -1) if model.flash and not problem.uniform else (0,)
 
 
 Wanted = tuple[str, AttentionProblem, bool]  #: what for, problem, whether its number of rows depends on lengths
@@ -355,7 +353,7 @@ def _problems(model: Serving, target: str) -> Iterator[Wanted]:
 def _over_cache(model: Serving, layer: Layer, whole: AttentionProblem, ragged: AttentionProblem) -> Iterator[Wanted]:
     """Layers whose keys and values are all in the cache."""
     yield "prefill", whole, True
-    yield from _widened("prefill", whole)
+    yield from _over_8_bits("prefill", whole, model.flash)
     if model.flash and layer.chunked:  # engines make requests of chunks
         yield "prefill of chunks", replace(whole, mask=MaskMode.CAUSAL, window=False), True
     if model.ragged:
@@ -363,28 +361,31 @@ def _over_cache(model: Serving, layer: Layer, whole: AttentionProblem, ragged: A
     if model.cascade and not layer.window:
         prefix = replace(whole, mask=MaskMode.NONE)
         yield "prefill over a shared prefix", prefix, True
-        yield from _widened("prefill over a shared prefix", prefix)
+        yield from _over_8_bits("prefill over a shared prefix", prefix, model.flash)
         levels = [replace(whole, mask=mask, cascade=True) for mask in (MaskMode.NONE, MaskMode.CAUSAL)]
-        yield from (("cascade", problem, True) for problem in levels if _is_one_launch(problem))
+        if not whole.on_cuda or whole.target == "sm90a":  # others compute levels one by one
+            yield from (("cascade", problem, True) for problem in levels if _is_taken(problem, "auto"))
     yield from _decodes(model, whole)
 
 
-def _is_one_launch(cascade: AttentionProblem) -> bool:
-    """Whether a kernel takes it; the levels are else computed one by one."""
-    if cascade.on_cuda and cascade.target != "sm90a":
-        return False
+def _is_taken(problem: AttentionProblem, backend: str) -> bool:
     try:
-        decide(cascade)
+        decide(problem, backend)
     except UnsupportedError:
         return False
     return True
 
 
-def _widened(what: str, problem: AttentionProblem) -> Iterator[Wanted]:
-    """Long prompts may attend to widened keys."""
-    if problem.kv.bits <= 8 and problem.target == "sm90a" and not problem.window:
+def _over_8_bits(what: str, problem: AttentionProblem, flash: bool) -> Iterator[Wanted]:
+    """Long prompts may attend to widened keys; FlashAttention-3's functions multiply 8-bit queries as they are."""
+    if problem.kv.bits > 8 or problem.target != "sm90a":
+        return
+    if not problem.window:
         for rows in (_LONG_ROWS // 2, _LONG_ROWS):
             yield f"{what} over widened keys", replace(problem, kv=problem.q, rows=rows), False
+    narrow = replace(problem, q=problem.kv)
+    if flash and problem.q.slug == "bf16" and _is_taken(narrow, READS_8_BITS):
+        yield f"{what} of 8-bit queries", narrow, True
 
 
 def _over_latents(model: Serving, whole: AttentionProblem) -> Iterator[Wanted]:

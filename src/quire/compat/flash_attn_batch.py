@@ -30,10 +30,11 @@ from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, is_deterministic, logits_options, split_size
 from quire.engine.run import RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths, check_offsets
-from quire.engine.spec import READS_8_BITS, AttentionSpec
+from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import config, is_obtainable
+from quire.kernels import READS_8_BITS
 from quire.kernels.expressions import tanh, to_float
 from quire.kernels.expressions.variant import Variant
 

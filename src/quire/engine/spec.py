@@ -39,12 +39,16 @@ from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
-from quire.kernels import PIN, AttentionProblem, Decision, TileShape, decide, same_rows, variants_for_all_lengths
+from quire.kernels import (
+    READS_8_BITS,
+    AttentionProblem,
+    Decision,
+    TileShape,
+    decide,
+    same_rows,
+    variants_for_all_lengths,
+)
 from quire.kernels.features import MaskMode, PosEncodingMode, planned_features
-from quire.kernels.hopper import FA3_FP8
-
-#: The backend that takes 8-bit queries as they are.
-READS_8_BITS = PIN + FA3_FP8.backend
 
 
 def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:

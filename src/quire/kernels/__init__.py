@@ -16,8 +16,9 @@ from quire.kernels.params import PodParams, struct_of
 from quire.kernels.portable import CPU, DECODE, FA2, MLA_CPU, MLA_FA2, WIDE
 
 __all__ = [
-    "KERNELS", "PIN", "WISHES", "AttentionKernel", "AttentionKey", "AttentionProblem", "Decision", "PodKey",
-    "TileShape", "Verdict", "backends", "decide", "kernel_of", "pod_reason", "same_rows", "variants_for_all_lengths",
+    "BACKENDS", "KERNELS", "PIN", "READS_8_BITS", "WISHES", "AttentionKernel", "AttentionKey", "AttentionProblem",
+    "Decision", "PodKey", "TileShape", "Verdict", "backends", "decide", "kernel_of", "pod_reason", "same_rows",
+    "variants_for_all_lengths",
 ]  # fmt: skip
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
@@ -26,6 +27,8 @@ KERNELS: tuple[AttentionKernel, ...] = (
 )  # fmt: skip
 
 PIN = "quire:"  #: `backend="quire:fa2"`: that kernel, or an error
+READS_8_BITS = PIN + FA3_FP8.backend  #: the one that multiplies queries of 8 bits as they are
+BACKENDS = tuple(dict.fromkeys(kernel.backend for kernel in KERNELS))  #: their names
 #: FlashInfer's names of its own implementations. They mean `auto`.
 WISHES = frozenset(
     {"cute-dsl", "cute-dsl-prims", "cutile", "cutlass", "cudnn", "fa2", "fa3", "fmha_v2"}
@@ -94,7 +97,7 @@ def backends() -> tuple[str, ...]:
     >>> quire.backends()
     ('auto', 'quire:decode', 'quire:fa3', 'quire:fp8', 'quire:fa2', 'quire:wide', 'quire:cpu')
     """
-    return ("auto", *dict.fromkeys(PIN + kernel.backend for kernel in KERNELS))
+    return ("auto", *(PIN + name for name in BACKENDS))
 
 
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:

@@ -120,12 +120,13 @@ class AttentionKey(Features):
         is_step = self.kernel == "attention_decode" and self.tile_rows <= 16
         decoded = 64 if max(self.head_dim_qk, self.head_dim_vo) <= 64 or self.kv.bits < 16 else 16
         is_undivided = self.kernel == "attention_fa2" and self.tile_rows <= decoded and not self.cascade
-        page_size = self.page_size if self.page_size > 0 else 1
+        page_size, has_8_bit_queries = self.page_size if self.page_size > 0 else 1, self.q.bits == 8
+        dtype = self.o if has_8_bit_queries else self.q
         words = {
             f"page={page_size}": self.page_size > 0 or (self.paged and "fa3" in self.kernel),
-            f"dtype={self.q.slug}": self.q.slug != "bf16", f"kv={self.kv.slug}": self.kv is not self.q,
+            f"dtype={dtype.slug}": dtype.slug != "bf16", f"kv={self.kv.slug}": self.kv is not dtype,
             "ragged": not self.paged and not self.is_of_mla,
-            "flash": is_undivided or (self.is_of_mla and self.mask is MaskMode.CAUSAL),
+            "flash": is_undivided or has_8_bit_queries or (self.is_of_mla and self.mask is MaskMode.CAUSAL),
             "cascade": self.cascade or (needs_prefixes and not is_step), "tree,spec=N": self.mask is MaskMode.TREE,
             "custom,spec=N": self.mask is MaskMode.CUSTOM,
         }  # fmt: skip
