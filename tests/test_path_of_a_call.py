@@ -103,8 +103,8 @@ def plan() -> Callable[[], Any]:
     [
         (xqa, Path_(30, 10, 15)),
         (mla, Path_(30, 10, 15)),
-        (flex, Path_(35, 10, 15)),
-        (flex_of_functions, Path_(42, 10, 15)),
+        (flex, Path_(35, 11, 15)),
+        (flex_of_functions, Path_(42, 11, 15)),
         (flex_in_graph, Path_(18, 10, 12)),
         (plan, Path_(40, 10, 18)),
     ],

@@ -62,4 +62,9 @@ if not TYPE_CHECKING:  # type checkers take names imported with *, or as themsel
     for _module in (
         attention, cascade, decode, errors, flex, mla, page, pod, prefill, quantization, rope, selection, sparse,
     ):  # fmt: skip
+        errors.teach(vars(_module), _module.__all__)
+        globals().update({name: getattr(_module, name) for name in _module.__all__})
         __all__ += _module.__all__
+    errors.teach(globals(), __all__)
+    for _module, _names in ((variants, variants.__all__), (viz, viz.__all__), (events, ("Event", "subscribe"))):
+        errors.teach(vars(_module), _names)

@@ -30,7 +30,7 @@ from quire.engine.checks import check_flags, check_shape, check_tensor
 from quire.engine.device import current_stream
 from quire.engine.operands import OperandValue
 from quire.engine.tensors import LN2
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import UnsupportedError, ValidationError, teach
 from quire.kernels.expressions.variant import Variant
 
 __all__ = ["context_parallel", "context_parallel_unshard", "register_diffusers", "register_xdit"]
@@ -338,3 +338,6 @@ def _of_xdit(
         return_attn_probs=True,
     )  # fmt: skip
     return o.view(batch, length, *o.shape[1:]).transpose(1, 2), lse.view(-1, batch, length).transpose(0, 1)
+
+
+teach(globals(), __all__)

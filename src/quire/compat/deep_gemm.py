@@ -28,7 +28,7 @@ from quire.engine.device import max_ctas, on_cuda, target_of
 from quire.engine.launch import launch
 from quire.engine.operators import operator
 from quire.engine.schedule import check_count
-from quire.errors import ValidationError
+from quire.errors import ValidationError, teach
 from quire.jit import get_module
 from quire.kernels.operation import MQA_LOGITS_SMEM, PARALLEL_THREADS, MqaLogitsParams, OperationKey
 from quire.kernels.params import FastDivisor
@@ -245,3 +245,6 @@ def _part(rows: int, width: int, device: torch.device) -> int:
         return width
     fair = rows * width // (4 * max_ctas(device, 1))
     return max(_LEAST_PART, min(_MOST_PART, fair // 128 * 128))
+
+
+teach(globals(), __all__)

@@ -49,7 +49,7 @@ from quire.compat.flash_attn_tokens import (
 )
 from quire.engine.checks import check_flags, check_shape, number
 from quire.engine.plan_cache import replayed
-from quire.errors import UnsupportedArgumentError, UnsupportedError, ValidationError
+from quire.errors import UnsupportedArgumentError, UnsupportedError, ValidationError, teach
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -431,3 +431,6 @@ def _unpacked(tensor: Any, name: str, dims: int, count: int) -> tuple[torch.Tens
     if given.dim() != dims or given.shape[-3] != count:
         raise ValidationError(f"{name}: expected [..., {count}, num_heads, head_dim], got {list(given.shape)}.")
     return given.unbind(-3)
+
+
+teach(globals(), __all__)

@@ -63,7 +63,7 @@ from quire.compat.flash_attn_tokens import (
 )
 from quire.engine.checks import check_flags, check_output, check_shape, is_choice
 from quire.engine.plan_cache import replayed
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import UnsupportedError, ValidationError, teach
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -333,3 +333,6 @@ def fa_version_unsupported_reason(fa_version: int, device: Any = None) -> str | 
     if not is_choice(fa_version, (2, 3, 4)):
         raise ValidationError(f"fa_version: expected 2, 3 or 4, got {fa_version!r}.")
     return "FA4's keywords (score_mod, mask_mod) are those of quire.flex_attention()" if fa_version == 4 else None
+
+
+teach(globals(), __all__)

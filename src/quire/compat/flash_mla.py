@@ -53,7 +53,7 @@ from quire.engine.device import OwnWorkspace, max_ctas
 from quire.engine.plan_cache import replayed
 from quire.engine.schedule import Lengths, ScheduleCache
 from quire.engine.tensors import LN2
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import UnsupportedError, ValidationError, teach
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -424,3 +424,6 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_kvpacked_func(
         q, kv, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, head_dim_qk, *args, **options
     )
+
+
+teach(globals(), __all__)

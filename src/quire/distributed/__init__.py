@@ -28,7 +28,7 @@ from quire.engine.checks import check_flags, check_positive, check_shape, check_
 from quire.engine.tensors import PagedCache, to_base_e
 from quire.engine.upcast import scales_of_values
 from quire.engine.wrapper import Pair
-from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.errors import PlanError, UnsupportedError, ValidationError, teach
 from quire.kernels.features import dtype_of
 
 __all__ = [
@@ -283,3 +283,6 @@ def merge_over_ranks(
         o = o.masked_fill((lse == -math.inf)[..., None], 0.0)
     merged, total = chosen.merge(o, lse)
     return merged, total / _LOG2_E if natural_lse else total
+
+
+teach(globals(), __all__)

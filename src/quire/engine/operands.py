@@ -167,7 +167,7 @@ def check_names(call: str, given: Iterable[str], wanted: Collection[str], other:
     for name in sorted(given - set(wanted)):
         if name in other:
             raise ValidationError(f"{name}: expected by {where}(), {_REASONS[where]}; got it in {call}().")
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        raise unexpected_keyword(call, name, operands=wanted)
     for name in sorted(set(wanted) - given):
         raise ValidationError(f"{name}: expected as a keyword of {call}(), as the variant declares it; got none.")
 

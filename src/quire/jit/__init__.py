@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CudaModule", "Entry", "HostModule", "Launch", "Manifest", "Module", "Spec", "Store", "Struct", "build",
     "cache_miss", "denied", "encode_tensor_map", "explain_miss", "forget", "get_module",
-    "host_target", "is_obtainable", "is_recording", "load", "lookup", "prebuilt_stores", "record", "record_batch",
+    "host_target", "is_obtainable", "is_recording", "load", "lookup", "record", "record_batch",
     "record_use", "render_unit", "request_parts", "seal", "sealed", "stop_compilers", "supported_cuda_targets",
     "user_store", "without_matrix_unit",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from quire.engine.attention import Attention
 from quire.engine.options import foreign
 from quire.engine.replay import Replay
 from quire.engine.run import Result
-from quire.errors import UnsupportedError
+from quire.errors import UnsupportedError, teach
 from quire.jit import events
 from quire.kernels.expressions.variant import Variant
 
@@ -344,7 +344,7 @@ def _asked(code: int) -> None:
 
 
 #: Modules whose functions stand around those that the program has called.
-_DECORATORS = (foreign.__module__, __name__, "quire.compat.engines")
+_DECORATORS = (foreign.__module__, teach.__module__, __name__, "quire.compat.engines")
 _run: Any = Attention.run
 _replay = Replay.__call__
 _served: Counter[tuple[str, str]] = Counter()

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from quire.compat.context_parallel import Counts, Mesh, refuse_masks, sizes_of
 from quire.engine.checks import check_flags
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import UnsupportedError, ValidationError, teach
 
 __all__ = [
     "ParallelAttention", "UnevenCPConfig", "VarlenCPConfig", "get_parallel_groups", "ring_varlen_config",
@@ -227,3 +227,6 @@ def split_varlen_input(
     found = torch.cat(parts, dim)
     missing = sum(_span(n, world_size, 0)[1] for n in lens) - found.shape[dim]
     return functional.pad(found, (0, 0) * (2 - dim) + (0, missing))
+
+
+teach(globals(), __all__)
