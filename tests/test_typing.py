@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 WRONG = """import quire
 import torch
 from quire.compat.flash_attn import flash_attn_func
+from quire.compat.flash_mla import flash_mla_with_kvcache
+from quire.distributed import InOrder, RingAttention
 
 def f(w: quire.BatchDecodeWithPagedKVCacheWrapper, t: torch.Tensor) -> None:
     w.run(t, t).strange
@@ -46,8 +48,19 @@ def g(p: quire.BatchPrefillWithPagedKVCacheWrapper, r: quire.BatchPrefillWithRag
     quire.single_decode_with_kv_cache(t, t, t, layout="NHD")
     quire.flex_attention(t, t, t, enable_gq=True)
     flash_attn_func(t, t, t, casual=True)
+
+def h(ring: RingAttention, pod: quire.PODWithPagedKVCacheWrapper, c: quire.MultiLevelCascadeAttentionWrapper,
+      t: torch.Tensor) -> None:
+    ring.plan(InOrder(t), 8, 2, 64, casual=True)
+    ring.run(t, t, t, returns_lse=True)
+    pod.plan(t, t, t, 8, 2, 64, 16, casual=True)
+    pod.run(t, t, t, t, t, casual=True)
+    c.plan([t], [t], [t], [t], 8, 2, 64, 16, casual=True)
+    flash_mla_with_kvcache(t, t, t, t, 512, t, t, casual=True)
+    quire.append_paged_kv_cache(t, t, t, t, t, t, t, t, layout="NHD")
+    quire.apply_rope(t, t, t, t, rope_base=1e4)
 """
-MISTAKES = (6, 7, 8, 9, *range(14, 27))
+MISTAKES = (8, 9, 10, 11, *range(16, 29), *range(32, 40))
 
 
 @pytest.mark.slow
@@ -71,7 +84,7 @@ def test_mypy_accepts_a_typed_user_and_finds_mistakes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pyright_accepts_a_typed_user(tmp_path: Path) -> None:
     if shutil.which("pyright") is None:
-        pytest.skip("no pyright on PATH")
+        pytest.skip("no pyright on PATH: pip install 'pyright[nodejs]', 67 MB")
     shutil.copy(SCRIPT, tmp_path)
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{Path(quire.__file__).parents[1]}"]}}')
     command = ["pyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]

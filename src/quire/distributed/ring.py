@@ -362,12 +362,14 @@ class RingAttention:
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
-        return_lse: Literal[False] = False, **options: Any,
+        return_lse: Literal[False] = False, q_scale: float | None = None, k_scale: float | None = None,
+        v_scale: float | None = None, **operands: OperandValue,
     ) -> torch.Tensor: ...  # fmt: skip
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
-        return_lse: Literal[True], **options: Any,
+        return_lse: Literal[True], q_scale: float | None = None, k_scale: float | None = None,
+        v_scale: float | None = None, **operands: OperandValue,
     ) -> Pair: ...  # fmt: skip
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
