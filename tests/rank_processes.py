@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -110,3 +111,30 @@ class Processes:
             process.join(2)
             process.kill()
         self._folder.cleanup()
+
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def group_of(size: int, backend: str = "gloo", is_slow: bool = False) -> Any:
+    """A parameter of fixture_of_ranks()."""
+    marks = [pytest.mark.gpu, pytest.mark.skipif(size > GPUS, reason=f"needs {size} GPUs")] if backend == "nccl" else []
+    marks += [pytest.mark.slow] if is_slow else []
+    return pytest.param((size, backend), id=f"{size} ranks, {backend}", marks=marks)
+
+
+GROUPS = (
+    group_of(2), group_of(4), group_of(8, is_slow=True), group_of(2, "nccl"), group_of(4, "nccl"),
+)  # fmt: skip
+
+
+def fixture_of_ranks(groups: Sequence[Any]) -> Any:
+    """The fixture `ranks` of a test module: a group of each kind, for all of its tests."""
+
+    @pytest.fixture(scope="module", params=groups)
+    def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
+        processes = Processes(*request.param)
+        yield processes
+        processes.close()
+
+    return ranks

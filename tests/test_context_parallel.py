@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import importlib.util
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,9 @@ import quire
 from quire.compat import context_parallel as module
 from quire.compat.context_parallel import context_parallel, context_parallel_unshard, register_diffusers, register_xdit
 from quire.compat.flashinfer import parallel_attention as fi
-from rank_processes import Processes, here
-from test_ring import GROUPS
+from rank_processes import GROUPS, Processes, fixture_of_ranks, here
 
-
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    processes = Processes(*request.param)
-    yield processes
-    processes.close()
+ranks = fixture_of_ranks(GROUPS)
 
 
 def tokens(batch: int, length: int, heads: tuple[int, int] = (8, 8), seed: int = 3) -> list[torch.Tensor]:

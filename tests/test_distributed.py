@@ -21,7 +21,7 @@ import quire.distributed
 from covering import covering
 from problems import offsets, poisoned, workspace
 from quire.distributed import ContextParallelDecode, Interleave, Ulysses, Zigzag, ZigzagPrefill, merge_over_ranks
-from rank_processes import Processes
+from rank_processes import Processes, fixture_of_ranks, group_of
 
 #: Some ranks have no token of a request of one or two; a rank of three has none of the whole second batch.
 KV_LENS = ((133, 1, 17, 300), (1, 2), (64, 48, 96))
@@ -33,11 +33,7 @@ def any_two_meet(**columns: tuple[Any, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize([*columns], [rows[place] for place in covering(rows, 2)], ids=str)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    processes = Processes(request.param)
-    yield processes
-    processes.close()
+ranks = fixture_of_ranks([group_of(2), group_of(3, is_slow=True)])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,25 +31,9 @@ from quire.distributed import (
     ZigzagPrefill,
     merge_over_ranks,
 )
-from rank_processes import Processes, here
+from rank_processes import GPUS, GROUPS, Processes, fixture_of_ranks, here
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def group_of(size: int, backend: str = "gloo") -> Any:
-    marks = [pytest.mark.gpu, pytest.mark.skipif(size > GPUS, reason=f"needs {size} GPUs")] if backend == "nccl" else []
-    marks += [pytest.mark.slow] if size > 4 else []
-    return pytest.param((size, backend), id=f"{size} ranks, {backend}", marks=marks)
-
-
-GROUPS = [*(group_of(size) for size in (2, 4, 8)), *(group_of(size, "nccl") for size in (2, 4))]
-
-
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    processes = Processes(*request.param)
-    yield processes
-    processes.close()
+ranks = fixture_of_ranks(GROUPS)
 
 
 def exchanges() -> list[str]:

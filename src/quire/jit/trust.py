@@ -216,6 +216,11 @@ class PublicKey:
         """Days until the last one on which it is good, negative after it; None if it does not expire."""
         return None if self.expires is None else (self.expires - _today()).days
 
+    def expiry(self) -> str:
+        """`expired on` its last day, once that is over; else nothing."""
+        is_over = self.expires is not None and self.expires < _today()
+        return f"expired on {self.expires}" if is_over else ""
+
     def line(self) -> str:
         """The key's line in a file."""
         last = f" expires={self.expires.isoformat()}" if self.expires else ""
@@ -310,10 +315,10 @@ class TrustedKeys:
                 f"it is signed by the unknown key {words[1]!r}; expected {self._names()}. If you trust that key, add "
                 f"its line to {self.source}; if not, do not use this"
             )
-        if key.expires is not None and (key.days_left() or 0) < 0:
+        if expiry := key.expiry():
             raise CacheError(
-                f"it is signed by the key {key.name!r}, which expired on {key.expires.isoformat()}. Have it signed "
-                "again with a current key: `quire cache sign`"
+                f"it is signed by the key {key.name!r}, which {expiry}. Have it signed again with a current key: "
+                "`quire cache sign`"
             )
         if not _fits(key, words[2], _text(key.name, subject)):
             raise CacheError(
@@ -330,10 +335,10 @@ class TrustedKeys:
                 f"QUIRE_SIGNING_KEY: expected the public half of the key {private.name!r} in {self.source}, or what "
                 f"is signed here could not be read here; add the line of its .pub file, {private.public.line()}"
             )
-        if mine.expires is not None and (mine.days_left() or 0) < 0:
+        if expiry := mine.expiry():
             raise ValidationError(
-                f"QUIRE_SIGNING_KEY: the key {private.name!r} expired on {mine.expires.isoformat()} by {self.source}; "
-                "make another with `quire cache keygen`, and give its public half to all readers first"
+                f"QUIRE_SIGNING_KEY: the key {private.name!r} {expiry} by {self.source}; make another with "
+                "`quire cache keygen`, and give its public half to all readers first"
             )
 
     def _names(self) -> str:
