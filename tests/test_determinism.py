@@ -506,25 +506,49 @@ def problems(target: str, **changes: Any) -> list[AttentionProblem]:
     return [AttentionProblem(target, bf16, kv, bf16, rows=rows, **shape) for rows in (1, 16, 48, 128, 1024, 4096)]
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90a", "sm100a", "sm120a", "x86-64-v4-bf16", "x86-64-v3"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"window": True}, {"soft_cap": True}, {"kv": "float8_e4m3fn"}, {"head_dim_qk": 64, "head_dim_vo": 64},
-        {"head_dim_qk": 256, "head_dim_vo": 256}, {"head_dim_qk": 192}, {"head_dim_qk": 512, "head_dim_vo": 512},
-        {"mask": MaskMode.CUSTOM}, {"pos_encoding": PosEncodingMode.ROPE_LLAMA}, {"page_size": 1},
-        {"head_dim_qk": 576, "head_dim_vo": 512, "is_mla": True, "group_size": 16},
-        {"head_dim_qk": 576, "head_dim_vo": 512, "is_mla": True, "group_size": 128, "page_size": 64},
-        {"head_dim_qk": 576, "head_dim_vo": 512, "is_mla": True, "tile_scales": True, "kv": "float8_e4m3fn"},
-    ],
-    ids=str,
+PROBLEMS: tuple[dict[str, Any], ...] = (
+    {}, {"window": True}, {"soft_cap": True}, {"kv": "float8_e4m3fn"}, {"head_dim_qk": 64, "head_dim_vo": 64},
+    {"head_dim_qk": 64, "head_dim_vo": 64, "kv": "float8_e4m3fn"},
+    {"head_dim_qk": 256, "head_dim_vo": 256}, {"head_dim_qk": 192}, {"head_dim_qk": 512, "head_dim_vo": 512},
+    {"mask": MaskMode.CUSTOM}, {"pos_encoding": PosEncodingMode.ROPE_LLAMA}, {"page_size": 1},
+    {"head_dim_qk": 576, "head_dim_vo": 512, "is_mla": True, "group_size": 16},
+    {"head_dim_qk": 576, "head_dim_vo": 512, "is_mla": True, "group_size": 128, "page_size": 64},
+    {"head_dim_qk": 576, "head_dim_vo": 512, "is_mla": True, "tile_scales": True, "kv": "float8_e4m3fn"},
 )  # fmt: skip
+TARGETS = "sm80", "sm86", "sm90a", "sm100a", "sm120a", "x86-64-v4-bf16", "x86-64-v3"
+
+
+def orders_of_sums(given: Sequence[AttentionProblem]) -> set[tuple[Any, ...]]:
+    """Whatever decides the order of a row's sum, () for splits that are no whole KV tiles. fa2's row tiles may have any
+    height, as all of its heights have one KV tile and one order of sums.
+    """
+    found: set[tuple[Any, ...]] = set()
+    for problem in given:
+        try:
+            kernel, key = (decision := decide(problem)).kernel, decision.key
+        except quire.ValidationError:
+            found.add(())
+            continue
+        rows = 0 if kernel.name == "attention_fa2" else key.tile_rows
+        tile = kernel.tile(key)
+        found.add((kernel.name, tile.kv, rows, *kernel.splits(problem, tile, -1).items()))
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("changes", PROBLEMS, ids=str)
 def test_row_counts_choose_no_kernel(target, changes):
-    """fa2's row tiles may have any height, as all of its heights have one KV tile and one order of sums."""
-    decisions = [decide(problem) for problem in problems(target, **changes)]
-    chosen = {(d.kernel.name, d.kernel.tile(d.key).kv, 0 if d.kernel.name == "attention_fa2" else d.key.tile_rows)
-              for d in decisions}  # fmt: skip
-    assert len(chosen) == 1, chosen
+    assert len(orders_of_sums(problems(target, **changes))) == 1
+
+
+@pytest.mark.parametrize("split", [OWN_SPLITS, -1, 1792, 2048])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("changes", PROBLEMS, ids=str)
+def test_page_sizes_choose_no_kernel(target, changes, split):
+    """Ragged, gathered or copied in boxes; latents are in pages."""
+    sizes = (1, 3, 16, 64) if "is_mla" in changes else (0, 1, 3, 16, 64)
+    given = [p for size in sizes for p in problems(target, **{**changes, "page_size": size, "fixed_split_size": split})]
+    assert len(orders_of_sums(given)) == 1
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -82,10 +82,8 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     more = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant
     expression = problem.variant.expression if problem.variant else Expression("", None, None, ())
     has_score = expression.score is not None
-    plain = not (custom or more)  # everything else needs registers
-    if widest <= 64:  # three warpgroups; gathering rows needs more registers
-        tall = plain and _page_size_fa3(problem) != ANY_PAGE_SIZE
-        return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
+    if widest <= 64:  # three warpgroups leave no registers for anything else
+        return (TileShape(128, 128),) if custom or more else (TileShape(128, 128), TileShape(192, 112))
     if widest <= 128 and problem.soft_cap and problem.pos_encoding:
         return (TileShape(128, 128),)
     if widest <= 128 and problem.kv.bits == 8 and more:  # conversion needs registers, too
@@ -112,12 +110,12 @@ def _has_distance_bias(problem: AttentionProblem) -> bool:
 def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
     """Low tiles for chunks, whose last tiles then waste fewer rows; for long prompts high ones that cut no block of a
     mask made of blocks. Where requests must not influence each other, low ones unless high ones are far faster: over
-    keys that are gathered or widened again for each row tile, and with small heads.
+    keys that are widened again for each row tile, and with small heads. The page size may not decide: both tiles have
+    different keys, and so other sums.
     """
     if problem.fixed_split_size and not problem.uniform:
         is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
-        is_gathered = problem.paged and _page_size_fa3(problem) == ANY_PAGE_SIZE
-        is_high = not is_small if problem.kv.bits == 8 else is_small or is_gathered
+        is_high = is_small != (problem.kv.bits == 8)
         fitting = [tile.rows for tile in shapes if max(0, problem.fixed_split_size) % tile.kv == 0] or [shapes[0].rows]
         return fitting[-1 if is_high else 0]
     if problem.rows <= 2048:
