@@ -129,6 +129,19 @@ def test_a_small_workspace_leaves_widening_to_the_kernel(device, half):
     p.check(*wrapper.run(p.q, cache.kv, **scales(p)))
 
 
+def test_deterministic_results_are_those_of_the_kernel_that_widens(device, half):
+    """Which of the two there is depends on the batch and on the workspace."""
+    p, small = problem(device, half, head_dim=128), torch.empty(1 << 15, dtype=torch.uint8, device=device)
+    cache, results = p.paged(16), []
+    for memory in (torch.empty(1 << 26, dtype=torch.uint8, device=device), small):
+        wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(memory, deterministic=True)
+        plan_paged(wrapper, p, cache, plan={"kv_data_type": E4M3})
+        assert is_ahead(wrapper) == (memory is not small)
+        results.append(wrapper.run(p.q, cache.kv, **scales(p)))
+    p.check(*results[0])
+    assert all(torch.equal(ahead, within) for ahead, within in zip(*results, strict=True))
+
+
 def test_keys_that_few_queries_see_are_widened_by_the_kernel(device, half, monkeypatch):
     monkeypatch.setattr(upcast, "_LEAST_ROWS", 2048)
     p = problem(device, half, ((200, 190), (9000, 300)))  # 16 / 2 heads

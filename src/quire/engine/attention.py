@@ -132,7 +132,10 @@ class Attention(PlannedRun):
         options = spec.options
         if isinstance(spec.indices, Lengths) or not kind.may_pay(options, self.decision, self._backend):
             return None, ""
-        plain = spec._replace(options=kind.plain_options(options)).decide(self._device, self._backend)
+        if kind is upcast and options.fixed_split_size:
+            plain = self.decision.over_widened
+        else:
+            plain = spec._replace(options=kind.plain_options(options)).decide(self._device, self._backend)
         if not kind.is_faster(plain, self.decision):
             return None, ""
         prologue, note = kind.fit_workspace(self._workspace, spec.indices, options, plain)

@@ -8,6 +8,9 @@ x scale x v_scale.
 A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it
 is faster to write keys and values once in 16 bits, in a prologue, and to read them again. The copies are in the
 workspace, page after page in the order of paged_kv_indices. A page that several requests share is copied for each.
+Where splits are fixed, and the length of a prompt may change no bit, the copy has what the kernel itself makes of
+narrow numbers, fp16 also beside queries of bf16, and the same variant reads it.
+
 8-bit queries are converted by torch, unless the kernel reads them as they are.
 
 FlashInfer's kernels for such queries also take a scale for each head of q, k and v. A query head has one KV head, so
@@ -163,14 +166,15 @@ _VECTOR_BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/
 _KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h
 
 
-def plain_options(options: PlanOptions) -> PlanOptions:
-    """The options of attention over widened keys."""
-    return options._replace(types=options.types._replace(kv=options.types.q))
+def plain_options(options: PlanOptions, kv: DType | None = None) -> PlanOptions:
+    """The options of attention over widened keys, of type `kv` or else of that of queries."""
+    return options._replace(types=options.types._replace(kv=kv or options.types.q))
 
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     """Of narrow keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys,
-    the caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
+    the caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does, or the kernel
+    makes the same sums over widened keys.
     """
     problem, types = decision.problem, options.types
     return (
@@ -183,8 +187,20 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
         and problem.mask in (MaskMode.NONE, MaskMode.CAUSAL)
         and options.page_size > 0
         and options.logits.window_left < 0
-        and not (options.fixed_split_size or options.cascade or options.variant)
+        and not (options.cascade or options.variant)
+        and (not options.fixed_split_size or _makes_same_sums(decision))
     )
+
+
+def _makes_same_sums(decision: Decision) -> bool:
+    """Whether the kernel makes the same sums of keys that it widens and of those that were widened to fp16: fa3 alone
+    takes such keys, and where it widens it applies soft caps and biases elsewhere.
+    """
+    kernel, problem = decision.kernel, decision.problem
+    changes_logits = problem.soft_cap or problem.pos_encoding is not PosEncodingMode.NONE
+    if not kernel.is_slower_over_8_bits or problem.kv.bits != 8 or changes_logits:
+        return False
+    return kernel.tile(decision.over_widened.key).kv == kernel.tile(decision.key).kv
 
 
 def is_faster(plain: Decision, decision: Decision) -> bool:
@@ -193,15 +209,15 @@ def is_faster(plain: Decision, decision: Decision) -> bool:
     """
     has_4_bits = decision.problem.kv is NVFP4
     is_better = plain.kernel.scaled_params is None if has_4_bits else plain.kernel is decision.kernel
-    return is_better and is_obtainable(plain.spec) and is_obtainable(_key(decision).spec())
+    return is_better and is_obtainable(plain.spec) and is_obtainable(_key(plain).spec())
 
 
 def _least_rows(options: PlanOptions) -> int:
     return _LEAST_ROWS_OF_4_BITS if options.types.kv is NVFP4 else _LEAST_ROWS
 
 
-def _key(decision: Decision) -> OperationKey:
-    return OperationKey("widen", without_matrix_unit(decision.key.target), decision.key.q.slug)
+def _key(plain: Decision) -> OperationKey:
+    return OperationKey("widen", without_matrix_unit(plain.key.target), plain.key.kv.slug)
 
 
 class UpcastPrologue(Prologue):
@@ -215,10 +231,10 @@ class UpcastPrologue(Prologue):
         self._first, count = _pages(indices)
         pages = torch.arange(-self._first, count, dtype=torch.int32, device="cpu").clamp_(min=0)
         planned = indices._replace(kv_indices=pages)
-        super().__init__(indices, planned, plain_options(options), rest, 0, largest_page(indices))
+        super().__init__(indices, planned, plain_options(options, plain.key.kv), rest, 0, largest_page(indices))
         self._pages = indices.kv_indices.to(memory.device, torch.int32)  # the same memory where it lies there already
         self._use(memory, self._pages)
-        numbers, rows = memory.view(options.types.q.torch), (count, options.page_size, options.num_kv_heads)
+        numbers, rows = memory.view(plain.key.kv.torch), (count, options.page_size, options.num_kv_heads)
         size = math.prod(rows) * options.head_dim_qk
         self._k = numbers[:size].view(*rows, options.head_dim_qk)
         self._v = numbers[size : size + math.prod(rows) * options.head_dim_vo].view(*rows, options.head_dim_vo)

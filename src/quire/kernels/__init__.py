@@ -10,7 +10,7 @@ from typing import Any
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.unit import Spec
 from quire.kernels.attention import GPU_EXPORTS, AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
-from quire.kernels.features import ANY_PAGE_SIZE, NVFP4, MaskMode, Operand, OperandBlock, PosEncodingMode
+from quire.kernels.features import ANY_PAGE_SIZE, NVFP4, MaskMode, Operand, OperandBlock, PosEncodingMode, dtype_of
 from quire.kernels.hopper import FA3, FA3_FP8, MLA_DECODE, MLA_FA3
 from quire.kernels.params import PodParams, struct_of
 from quire.kernels.portable import CPU, DECODE, FA2, MLA_CPU, MLA_FA2, WIDE
@@ -74,6 +74,14 @@ class Decision:
     def blocks(self) -> tuple[OperandBlock, ...]:
         """Their places in the parameter struct."""
         return self.kernel.blocks(self.key)
+
+    @cached_property
+    def over_widened(self) -> Decision:
+        """The same variant over keys and values that were widened to fp16 ahead of it, as it widens those of 8 bits. It
+        makes the same sums, and so the same bits, if its KV tile is the same.
+        """
+        problem = replace(self.problem, kv=dtype_of("float16", "kv"))
+        return Decision(problem, self.kernel, self.kernel.key_with(problem, self.key.tile_rows), self.trace)
 
     @cached_property
     def ctas_per_tile(self) -> int:

@@ -15,14 +15,16 @@ struct Fa3Shape : WgmmaShape<V> {
   using Barriers = typename Base::template Barriers<kQStages, kStages>;
   using Q = typename V::Q;
 
-  // Keys and values of 8 bits are widened on their way to the tensor cores.
-  static constexpr bool kIsFp8 = sizeof(typename V::Kv) == 1;
-  using T = typename conditional<kIsFp8, fp16_t, Q>::type;  // of the matrix products
+  // Keys and values of 8 bits are widened to fp16 on their way to the tensor cores, or were ahead of the kernel. The
+  // products, and the bits of results, are the same.
+  using Kv = typename V::Kv;
+  static constexpr bool kIsFp8 = sizeof(Kv) == 1, kIsWidened = !is_same<Q, Kv>::value;
+  using T = typename conditional<kIsWidened, fp16_t, Q>::type;  // of the matrix products
   // Queries whose range is wider than that of fp16 are scaled row by row.
-  static constexpr bool kRescaled = kIsFp8 && !is_same<Q, T>::value;
+  static constexpr bool kRescaled = !is_same<Q, T>::value;
 
-  static_assert((kIsFp8 || is_same<Q, typename V::Kv>::value) && is_same<Q, typename V::O>::value,
-                "q and o have one dtype, and so have k and v unless they have 8 bits");
+  static_assert((kIsFp8 || is_same<T, Kv>::value) && is_same<Q, typename V::O>::value,
+                "q and o have one dtype, and so have k and v unless they have or had 8 bits");
   static_assert(kQk % 16 == 0 && kVo % 16 == 0 && max(kQk, kVo) <= 256, "head dims are multiples of 16 up to 256");
   using TileQ = SwizzledTile<kTileRows, kQk>;
   using TileK = SwizzledTile<kTileKv, kQk>;
@@ -33,13 +35,13 @@ struct Fa3Shape : WgmmaShape<V> {
   // What is known of a mask before the logits of a KV tile.
   using Bits = typename conditional<V::kScoreMask != 0, SeenKeys<V, 2>, TileBits<V, 2>>::type;
   // The softmax itself applies a soft cap. Wide heads and conversion leave no registers for this.
-  static constexpr bool kIsCap = Transform::kIsSoftCap && max(kQk, kVo) <= 128 && !kIsFp8;
+  static constexpr bool kIsCap = Transform::kIsSoftCap && max(kQk, kVo) <= 128 && !kIsWidened;
 
   // A loading warp computes the bias of the score. Wide heads and conversion leave no memory or no warp for this.
-  static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kIsFp8;
+  static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kIsWidened;
 
   // The factor of a row in a score is part of the softmax's scale.
-  static constexpr bool kIsRowScale = score_pattern<V>() == kPatternRowScale && !kIsFp8;
+  static constexpr bool kIsRowScale = score_pattern<V>() == kPatternRowScale && !kIsWidened;
 
   static constexpr int kBiasBytes = kIsDistance ? DistanceSlice<V>::kBytes : 0;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes + kBiasBytes;
