@@ -577,10 +577,12 @@ def test_rope_of_prefill_is_always_or_never_ahead_of_the_kernel(rows):
     assert not may_pay(options._replace(decodes=True), decide(steps), "auto")
 
 
-def widening(rows: int = 4096, q: str = "bfloat16", split: int = OWN_SPLITS, **changes: Any) -> tuple[Any, ...]:
+def copying(
+    rows: int = 4096, q: str = "bfloat16", kv: str = "float8_e4m3fn", split: int = OWN_SPLITS, **changes: Any
+) -> tuple[Any, ...]:
     """What upcast.may_pay() is asked on Hopper."""
-    types = Types(dtype_of(q, "q"), dtype_of("float8_e4m3fn", "k"), dtype_of(q, "o"))
-    (given,) = (p for p in problems("sm90a", kv="float8_e4m3fn", fixed_split_size=split, **changes) if p.rows == rows)
+    types = Types(dtype_of(q, "q"), dtype_of(kv, "k"), dtype_of(q, "o"))
+    (given,) = (p for p in problems("sm90a", kv=kv, fixed_split_size=split, **changes) if p.rows == rows)
     decision = decide(replace(given, q=types.q, o=types.o))
     logits = logits_options(128, None, -1, None, "NONE")
     options = PlanOptions(8, 1, given.head_dim_qk, given.head_dim_vo, types, logits, True, given.page_size, split)
@@ -592,12 +594,12 @@ def widening(rows: int = 4096, q: str = "bfloat16", split: int = OWN_SPLITS, **c
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_keys_widened_ahead_have_the_same_order_of_sums(q, split, page_size, head_dim):
-    asked = widening(q=q, split=split, page_size=page_size, head_dim_qk=head_dim, head_dim_vo=head_dim)
-    (narrow, wide), kernel = (asked[1], asked[1].over_widened), asked[1].kernel
+    asked = copying(q=q, split=split, page_size=page_size, head_dim_qk=head_dim, head_dim_vo=head_dim)
+    (narrow, wide), kernel = (asked[1], asked[1].over_copies), asked[1].kernel
     assert upcast.may_pay(*asked) and wide.kernel is kernel and wide.key.kv.slug == "fp16"
     assert (wide.key.q, wide.key.o, wide.key.tile_rows) == (narrow.key.q, narrow.key.o, narrow.key.tile_rows)
     tiles = [kernel.tile(decision.key) for decision in (narrow, wide)]
-    assert tiles[0] == tiles[1] and wide.problem == replace(narrow.problem, kv=wide.key.kv)
+    assert tiles[0] == tiles[1] and wide.key.page_size == (0 if page_size == 1 else 16)
     splits = [kernel.splits(d.problem, tile, -1) for d, tile in zip((narrow, wide), tiles, strict=True)]
     assert splits[0] == splits[1]
 
@@ -605,7 +607,17 @@ def test_keys_widened_ahead_have_the_same_order_of_sums(q, split, page_size, hea
 def test_keys_are_widened_in_the_kernel_where_sums_would_differ():
     for changes in ({"rows": 1024}, {"soft_cap": True}, {"pos_encoding": PosEncodingMode.ALIBI},
                     {"head_dim_qk": 256, "head_dim_vo": 256}, {"mask": MaskMode.CUSTOM}):  # fmt: skip
-        assert not upcast.may_pay(*widening(**changes)), changes
+        assert not upcast.may_pay(*copying(**changes)), changes
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tokens_put_side_by_side_have_the_same_order_of_sums(head_dim):
+    shape = {"kv": "bfloat16", "head_dim_qk": head_dim, "head_dim_vo": head_dim, "page_size": 1}
+    asked = copying(**shape)
+    assert upcast.may_pay(*asked) and asked[1].over_copies.key == replace(asked[1].key, page_size=0)
+    assert len(orders_of_sums([asked[1].problem, asked[1].over_copies.problem])) == 1
+    for changes in ({"page_size": 16}, {"page_size": 3}, {"split": 0}, {"rows": 1024}, {"mask": MaskMode.CUSTOM}):
+        assert not upcast.may_pay(*copying(**{**shape, **changes})), changes
 
 
 def test_a_wrapper_of_latents_without_a_plan(device):

@@ -129,14 +129,19 @@ def test_a_small_workspace_leaves_widening_to_the_kernel(device, half):
     p.check(*wrapper.run(p.q, cache.kv, **scales(p)))
 
 
-def test_deterministic_results_are_those_of_the_kernel_that_widens(device, half):
-    """Which of the two there is depends on the batch and on the workspace."""
-    p, small = problem(device, half, head_dim=128), torch.empty(1 << 15, dtype=torch.uint8, device=device)
-    cache, results = p.paged(16), []
-    for memory in (torch.empty(1 << 26, dtype=torch.uint8, device=device), small):
+@pytest.mark.parametrize(("kv_dtype", "page_size"), [(E4M3, 16), (E4M3, 1), (None, 1)], ids=["e4m3", "e4m3-1", "1"])
+def test_deterministic_results_are_those_without_copies(device, half, kv_dtype, page_size, monkeypatch):
+    """Whether there are copies depends on the batch and on the workspace."""
+    if device == "cpu":
+        monkeypatch.setattr(upcast, "may_pay", lambda *_: True)
+    monkeypatch.setattr(upcast, "_LEAST_ROWS_SIDE_BY_SIDE", 0)
+    monkeypatch.setattr(upcast, "_LEAST_ROWS_OF_SAME", 0)
+    p, small = problem(device, half, head_dim=128, kv_dtype=kv_dtype), torch.empty(1 << 15, dtype=torch.uint8)
+    cache, results = p.paged(page_size), []
+    for memory in (torch.empty(1 << 26, dtype=torch.uint8, device=device), small.to(device)):
         wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(memory, deterministic=True)
-        plan_paged(wrapper, p, cache, plan={"kv_data_type": E4M3})
-        assert is_ahead(wrapper) == (memory is not small)
+        plan_paged(wrapper, p, cache, plan={"kv_data_type": kv_dtype or half})
+        assert is_ahead(wrapper) == (memory.numel() > small.numel())
         results.append(wrapper.run(p.q, cache.kv, **scales(p)))
     p.check(*results[0])
     assert all(torch.equal(ahead, within) for ahead, within in zip(*results, strict=True))

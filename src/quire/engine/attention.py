@@ -82,7 +82,7 @@ class Attention(PlannedRun):
         self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
-        if graph is None and (rotates or options.types.kv.bits <= 8):
+        if graph is None and (rotates or options.types.kv.bits <= 8 or upcast.puts_side_by_side(options)):
             self._prologue, note = self._choose_prologue(spec, rope_prologue if rotates else upcast)
         elif rotates:
             self._refuse_prologue(spec)
@@ -133,7 +133,7 @@ class Attention(PlannedRun):
         if isinstance(spec.indices, Lengths) or not kind.may_pay(options, self.decision, self._backend):
             return None, ""
         if kind is upcast and options.fixed_split_size:
-            plain = self.decision.over_widened
+            plain = self.decision.over_copies
         else:
             plain = spec._replace(options=kind.plain_options(options)).decide(self._device, self._backend)
         if not kind.is_faster(plain, self.decision):

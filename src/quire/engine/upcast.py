@@ -9,7 +9,8 @@ A kernel that converts keys as it reads them converts a key again for each row t
 is faster to write keys and values once in 16 bits, in a prologue, and to read them again. The copies are in the
 workspace, page after page in the order of paged_kv_indices. A page that several requests share is copied for each.
 Where splits are fixed, and the length of a prompt may change no bit, the copy has what the kernel itself makes of
-narrow numbers, fp16 also beside queries of bf16, and the same variant reads it.
+narrow numbers, fp16 also beside queries of bf16, and the same variant reads it. There tokens in pages of their own are
+put side by side for long prompts, because the row tiles that gather them fast have other sums.
 
 8-bit queries are converted by torch, unless the kernel reads them as they are.
 
@@ -162,8 +163,10 @@ def check_scales_fit(views: Mapping[str, View], operands: Sequence[Operand]) -> 
 #: reads keys of 4 bits: those with mma.sync take twice the time.
 _LEAST_ROWS = 1400
 _LEAST_ROWS_OF_4_BITS = 512
-_VECTOR_BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
-_KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h
+_LEAST_ROWS_OF_SAME = 2048  #: where the kernel over widened keys has the row tiles of the one that widens
+_LEAST_ROWS_SIDE_BY_SIDE = 4096  #: of tokens that low row tiles would gather
+_VECTOR = 8  #: numbers that a thread reads at a time, or of 4 bits twice as many: kVec in kernels/widen.h
+_KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h, whose last one copies others
 
 
 def plain_options(options: PlanOptions, kv: DType | None = None) -> PlanOptions:
@@ -171,16 +174,21 @@ def plain_options(options: PlanOptions, kv: DType | None = None) -> PlanOptions:
     return options._replace(types=options.types._replace(kv=kv or options.types.q))
 
 
+def puts_side_by_side(options: PlanOptions) -> bool:
+    """Whether tokens of 16 bits in pages of their own may be copied, though nothing is widened."""
+    return options.page_size == 1 and options.fixed_split_size != 0 and options.types.kv == options.types.q
+
+
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
-    """Of narrow keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys,
-    the caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does, or the kernel
-    makes the same sums over widened keys.
+    """Whether copies of keys are possible and worth a look. Prompts are long, no mask hides most keys, the caller has
+    pinned no kernel, and results may depend on neighbours, as the choice of a kernel does, or the kernel makes the same
+    sums over copies.
     """
     problem, types = decision.problem, options.types
     return (
         types.q == types.o
         and types.q.bits == 16
-        and types.kv.slug in _KINDS
+        and (types.kv.slug in _KINDS or puts_side_by_side(options))
         and not backend.startswith(PIN)
         and (decision.kernel.is_slower_over_8_bits or (types.kv is NVFP4 and problem.on_cuda))
         and problem.rows >= _least_rows(options)
@@ -193,14 +201,14 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
 
 
 def _makes_same_sums(decision: Decision) -> bool:
-    """Whether the kernel makes the same sums of keys that it widens and of those that were widened to fp16: fa3 alone
-    takes such keys, and where it widens it applies soft caps and biases elsewhere.
+    """Whether the kernel makes the same sums of keys in place and of their copies: fa3 alone takes copies in fp16, and
+    where it widens it applies soft caps and biases elsewhere.
     """
     kernel, problem = decision.kernel, decision.problem
     changes_logits = problem.soft_cap or problem.pos_encoding is not PosEncodingMode.NONE
-    if not kernel.is_slower_over_8_bits or problem.kv.bits != 8 or changes_logits:
+    if not kernel.is_slower_over_8_bits or problem.kv is NVFP4 or (problem.kv.bits == 8 and changes_logits):
         return False
-    return kernel.tile(decision.over_widened.key).kv == kernel.tile(decision.key).kv
+    return kernel.tile(decision.over_copies.key).kv == kernel.tile(decision.key).kv
 
 
 def is_faster(plain: Decision, decision: Decision) -> bool:
@@ -213,7 +221,11 @@ def is_faster(plain: Decision, decision: Decision) -> bool:
 
 
 def _least_rows(options: PlanOptions) -> int:
-    return _LEAST_ROWS_OF_4_BITS if options.types.kv is NVFP4 else _LEAST_ROWS
+    if options.types.kv.bits == 16:
+        return _LEAST_ROWS_SIDE_BY_SIDE
+    if options.types.kv is NVFP4:
+        return _LEAST_ROWS_OF_4_BITS
+    return _LEAST_ROWS_OF_SAME if options.fixed_split_size else _LEAST_ROWS
 
 
 def _key(plain: Decision) -> OperationKey:
@@ -229,12 +241,17 @@ class UpcastPrologue(Prologue):
         indices = kept(indices)
         assert indices.kv_indices is not None
         self._first, count = _pages(indices)
-        pages = torch.arange(-self._first, count, dtype=torch.int32, device="cpu").clamp_(min=0)
-        planned = indices._replace(kv_indices=pages)
-        super().__init__(indices, planned, plain_options(options, plain.key.kv), rest, 0, largest_page(indices))
+        copied = plain_options(options, plain.key.kv)._replace(page_size=plain.problem.page_size)
+        if copied.page_size == 0:
+            planned = indices._replace(kv_indices=None, kv_indptr=indices.kv_indptr - self._first)
+        else:
+            pages = torch.arange(-self._first, count, dtype=torch.int32, device="cpu").clamp_(min=0)
+            planned = indices._replace(kv_indices=pages)
+        super().__init__(indices, planned, copied, rest, 0, largest_page(indices))
         self._pages = indices.kv_indices.to(memory.device, torch.int32)  # the same memory where it lies there already
         self._use(memory, self._pages)
         numbers, rows = memory.view(plain.key.kv.torch), (count, options.page_size, options.num_kv_heads)
+        rows = rows if copied.page_size else (1, count, options.num_kv_heads)
         size = math.prod(rows) * options.head_dim_qk
         self._k = numbers[:size].view(*rows, options.head_dim_qk)
         self._v = numbers[size : size + math.prod(rows) * options.head_dim_vo].view(*rows, options.head_dim_vo)
@@ -242,10 +259,10 @@ class UpcastPrologue(Prologue):
             k_out=self._k.data_ptr(), v_out=self._v.data_ptr(),
             kv_indices=self._pages.data_ptr() + self._first * self._pages.element_size(), num_indices=count,
             page_size=options.page_size, num_kv_heads=options.num_kv_heads, head_dim_k=options.head_dim_qk,
-            head_dim_v=options.head_dim_vo, kind=_KINDS.index(options.types.kv.slug),
+            head_dim_v=options.head_dim_vo, kind=[*_KINDS, options.types.kv.slug].index(options.types.kv.slug),
         )  # fmt: skip
         self._key = _key(plain)
-        vectors = max(options.head_dim_qk, options.head_dim_vo) * options.types.kv.bits // (8 * _VECTOR_BYTES)
+        vectors = max(options.head_dim_qk, options.head_dim_vo) // (_VECTOR * (2 if options.types.kv is NVFP4 else 1))
         self._grid = row_grid(count * options.page_size, options.num_kv_heads * vectors)
 
     def bind(
@@ -253,7 +270,7 @@ class UpcastPrologue(Prologue):
     ) -> dict[str, View]:
         for name in {"k", "v", "k_sf", "v_sf"} & {*views}:
             for dim, stride in zip(("page", "token", "head"), views[name].strides, strict=False):
-                setattr(self._params, f"{name}_{dim}_stride", stride)
+                setattr(self._params, f"{name}_{dim}_stride", stride * (k.element_size() if name in "kv" else 1))
         self._params.num_pages = min(k.shape[0], v.shape[0], 2**31 - 1)  # page numbers have 32 bits
         return {"k": view_of(self._k), "v": view_of(self._v)}
 
@@ -283,12 +300,13 @@ def fit_workspace(
         return None, ""
     token_bytes = options.num_kv_heads * (options.head_dim_qk + options.head_dim_vo) * options.types.q.bits // 8
     parts, num_bytes = set_aside(workspace, count * options.page_size * token_bytes)
+    done = "copied" if options.types.kv.bits == 16 else "widened"
     if parts is None:
         return None, (
-            f"keys and values are widened in the kernel: {num_bytes} bytes of workspace would hold widened ones, over "
-            f"which {plain.kernel.name} is faster"
+            f"keys and values are {'gathered' if done == 'copied' else done} in the kernel: {num_bytes} bytes of "
+            f"workspace would hold {done} ones, over which {plain.kernel.name} is faster"
         )
-    note = f"keys and values are widened into {num_bytes} bytes of the workspace, ahead of the kernel"
+    note = f"keys and values are {done} into {num_bytes} bytes of the workspace, ahead of the kernel"
     return UpcastPrologue(plain, indices, options, *parts), note
 
 

@@ -76,11 +76,12 @@ class Decision:
         return self.kernel.blocks(self.key)
 
     @cached_property
-    def over_widened(self) -> Decision:
-        """The same variant over keys and values that were widened to fp16 ahead of it, as it widens those of 8 bits. It
-        makes the same sums, and so the same bits, if its KV tile is the same.
+    def over_copies(self) -> Decision:
+        """The same variant over keys and values that were copied ahead of it: of 8 bits to fp16, as it widens them, and
+        pages of one token side by side. It makes the same sums, and so the same bits, if its KV tile is the same.
         """
-        problem = replace(self.problem, kv=dtype_of("float16", "kv"))
+        kv = dtype_of("float16", "kv") if self.problem.kv.bits == 8 else self.problem.kv
+        problem = replace(self.problem, kv=kv, page_size=0 if self.problem.page_size == 1 else self.problem.page_size)
         return Decision(problem, self.kernel, self.kernel.key_with(problem, self.key.tile_rows), self.trace)
 
     @cached_property

@@ -1,7 +1,7 @@
 // Converts (widens) pages of 8-bit keys and values, or of 4-bit ones with scales, to 16 bits, before attention: page
-// kv_indices[i] of the cache becomes page i. The kernel is limited by memory bandwidth: each number is read once and
-// written once. A thread has one vector of keys and the corresponding vector of values, and loads both before it
-// converts either.
+// kv_indices[i] of the cache becomes page i. Pages of 16-bit ones are copied as they are. The kernel is limited by
+// memory bandwidth: each number is read once and written once. A thread has one vector of keys and the corresponding
+// vector of values, and loads both before it converts either.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
@@ -12,7 +12,7 @@
 namespace quire {
 
 struct WidenParams {
-  const void* k;              // [num_pages, page_size, num_kv_heads, head_dim_k], 8 or 4 bits each, by strides
+  const void* k;              // [num_pages, page_size, num_kv_heads, head_dim_k], 8, 4 or 16 bits each, by strides
   const void* v;              // the same with head_dim_v
   void* k_out;                // [num_indices, page_size, num_kv_heads, head_dim_k], 16 bits each, dense
   void* v_out;                // the same with head_dim_v
@@ -30,13 +30,13 @@ struct WidenParams {
   int32_t kind;  // of the numbers: WidenKind
 };
 
-enum WidenKind : int32_t { kWidenE4m3 = 0, kWidenE5m2 = 1, kWidenNvfp4 = 2 };
+enum WidenKind : int32_t { kWidenE4m3 = 0, kWidenE5m2 = 1, kWidenNvfp4 = 2, kWidenNone = 3 };
 
 template <class Variant>
 struct WidenPages {
   using T = typename Variant::T;
   static constexpr int kThreads = kParallelThreads, kMinCtas = kParallelCtas, kSmemBytes = 0;
-  static constexpr int kVec = 8;  // bytes before, 16 after
+  static constexpr int kVec = 8;  // numbers; of 4 bits twice as many
 
   QUIRE_HD static int run(const WidenParams& p, unsigned char* = nullptr) {
     const int in_byte = p.kind == kWidenNvfp4 ? 2 : 1, vectors = max(p.head_dim_k, p.head_dim_v) / (kVec * in_byte);
@@ -46,6 +46,8 @@ struct WidenPages {
                     const int vector = column - head * vectors;
                     if (p.kind == kWidenNvfp4) {
                       widen_scaled(p, token, head, vector);
+                    } else if (p.kind == kWidenNone) {
+                      widen<T>(p, token, head, vector * kVec);
                     } else if (p.kind == kWidenE5m2) {
                       widen<e5m2_t>(p, token, head, vector * kVec);
                     } else {
@@ -62,6 +64,8 @@ struct WidenPages {
   struct alignas(2 * kVec) Numbers {
     uint32_t word[4];
   };
+  template <class From>
+  using Vector = typename conditional<sizeof(From) == 1, Bytes, Numbers>::type;
 
   template <class From>
   QUIRE_HD static void widen(const WidenParams& p, int64_t token, int head, int dim) {
@@ -69,9 +73,10 @@ struct WidenPages {
     const int at = static_cast<int>(token - static_cast<int64_t>(index) * p.page_size), page = p.kv_indices[index];
     if (page < 0 || page >= p.num_pages) return;
     const bool has_k = dim < p.head_dim_k, has_v = dim < p.head_dim_v;
-    Bytes k, v;
-    if (has_k) k = load(p.k, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + dim);
-    if (has_v) v = load(p.v, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + dim);
+    const int first = dim * static_cast<int>(sizeof(From));  // byte
+    Vector<From> k, v;
+    if (has_k) load(k, p.k, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + first);
+    if (has_v) load(v, p.v, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + first);
     const int64_t row = token * p.num_kv_heads + head;
     if (has_k) store<From>(p.k_out, row * p.head_dim_k + dim, k);
     if (has_v) store<From>(p.v_out, row * p.head_dim_v + dim, v);
@@ -86,11 +91,11 @@ struct WidenPages {
     Bytes k, v;
     e4m3_t k_sf, v_sf;
     if (has_k) {
-      k = load(p.k, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + vector * kVec);
+      load(k, p.k, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + vector * kVec);
       k_sf = p.k_sf[page * p.k_sf_page_stride + at * p.k_sf_token_stride + head * p.k_sf_head_stride + vector];
     }
     if (has_v) {
-      v = load(p.v, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + vector * kVec);
+      load(v, p.v, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + vector * kVec);
       v_sf = p.v_sf[page * p.v_sf_page_stride + at * p.v_sf_token_stride + head * p.v_sf_head_stride + vector];
     }
     const int64_t row = token * p.num_kv_heads + head;
@@ -110,8 +115,14 @@ struct WidenPages {
     }
   }
 
-  QUIRE_HD static Bytes load(const void* base, int64_t element) {
-    return *reinterpret_cast<const Bytes*>(static_cast<const uint8_t*>(base) + element);
+  template <class Words>
+  QUIRE_HD static void load(Words& to, const void* base, int64_t byte) {
+    to = *reinterpret_cast<const Words*>(static_cast<const uint8_t*>(base) + byte);
+  }
+
+  template <class From>
+  QUIRE_HD static void store(void* base, int64_t element, const Numbers& x) {
+    *reinterpret_cast<Numbers*>(static_cast<T*>(base) + element) = x;
   }
 
   template <class From>
