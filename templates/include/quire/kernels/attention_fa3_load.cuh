@@ -10,10 +10,10 @@ template <class V, class WorkList>
 class Fa3Loaders : Fa3Cta<V> {
   using Cta = Fa3Cta<V>;
   using Cta::kTileKv, Cta::kQk, Cta::kVo, Cta::kIsFp8, Cta::kIsGathered, Cta::kIsDistance, Cta::kWorkStages,
-      Cta::kQStages, Cta::kStages, Cta::kSchedulesLate, Cta::kKAt, Cta::kVAt, Cta::kWorkStagesAt, Cta::kPreparedAt,
-      Cta::kLoadK, Cta::kLoadV, Cta::kLoadQ, Cta::kSchedule, Cta::kKeysLoaded, Cta::k_tile, Cta::v_tile, Cta::q_by_tma,
-      Cta::is_short_work, Cta::for_each_work_stage, Cta::copy_q_by_tma, Cta::bytes_arrived, Cta::bias_at,
-      Cta::ramp_scale, Cta::p_, Cta::stages_, Cta::smem_, Cta::work_, Cta::k_, Cta::v_;
+      Cta::kQStages, Cta::kStages, Cta::kKAt, Cta::kVAt, Cta::kWorkStagesAt, Cta::kPreparedAt, Cta::kLoadK, Cta::kLoadV,
+      Cta::kLoadQ, Cta::kSchedule, Cta::k_tile, Cta::v_tile, Cta::q_by_tma, Cta::is_short_work,
+      Cta::for_each_work_stage, Cta::copy_q_by_tma, Cta::bytes_arrived, Cta::bias_at, Cta::ramp_scale, Cta::p_,
+      Cta::stages_, Cta::smem_, Cta::work_, Cta::k_, Cta::v_;
   using typename Cta::TileK, typename Cta::TileV, typename Cta::Stage, typename Cta::Loader, typename Cta::Transform,
       typename Cta::Schedule;
 
@@ -122,7 +122,6 @@ class Fa3Loaders : Fa3Cta<V> {
         this->template load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
       }
       __syncwarp();
-      if (kSchedulesLate && ring.base == k_.base && !is_short_work(current)) ptx::named_barrier_arrive(kKeysLoaded, 64);
       if (lane == 0) work_.arrive_empty(at);
     });
   }

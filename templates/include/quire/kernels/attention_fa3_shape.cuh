@@ -63,7 +63,7 @@ struct Fa3Shape : WgmmaShape<V> {
   static constexpr bool kStartsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && !has_block_mask<V>();
 
   // Under a block mask the time of a work tile is not known when work tiles are put in order. The next work tile is
-  // therefore taken late: when the last keys of the one before are being loaded. Four stages of keys hide the delay.
+  // therefore taken late: when the last few keys of the one before are about to be loaded. Four stages hide the delay.
   static constexpr bool kSchedulesLate = has_block_mask<V>() && !kIsFp8 && kStages >= 4;
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;

@@ -185,17 +185,15 @@ class WgmmaCta : public Shape {
     }
     __syncwarp();
     s.exists = current.exists;
-    s.is_short = is_short_work(current);
     // Hand it to the other warps.
     if (s.exists) current.read_block_mask(p_, lane);
+    s.is_short = is_short_work(current);
     if (lane == 0) work_.arrive_full(s.at);
     s.at.advance();
     return current;
   }
 
-  QUIRE_DEVICE static bool is_short_work(const Stage& stage) {
-    return stage.work.kv_end - stage.work.kv_begin <= kShortTiles;
-  }
+  QUIRE_DEVICE static bool is_short_work(const Stage& stage) { return stage.num_kv_tiles() <= kShortTiles; }
 
   // Calls body(current, position) for each work tile.
   template <class Body>
@@ -217,9 +215,11 @@ class WgmmaCta : public Shape {
     KvTileWalk<V> walk(current);
     Load next(p_.base, from, current.work, lane);
     bool is_copying = false;
+    KeysLeft keys_left(current, kSchedulesLate && ring.base == k_.base);
     if (walk.exists()) next.prefetch_pages(walk.tile());
 #pragma unroll 1
     while (walk.exists()) {
+      keys_left.next();
       next.resolve_pages();
       const Load loader = next;
       walk.advance();
@@ -235,7 +235,26 @@ class WgmmaCta : public Shape {
     if constexpr (kIsGathered) {
       if (is_copying) arrive_copied<0>(ring.full(stage.before().stage()));
     }
+    keys_left.end();
   }
+
+  // Lets the scheduling warp go on when the last few keys of a long work tile are about to be loaded, so that the next
+  // work tile is known when their stages are free.
+  struct KeysLeft {
+    int count;
+    bool is_awaited;
+
+    QUIRE_DEVICE KeysLeft(const Stage& current, bool are_keys)
+        : count(current.num_kv_tiles()), is_awaited(are_keys && !is_short_work(current)) {}
+    QUIRE_DEVICE void next() {
+      if (is_awaited && count <= kShortTiles) end();
+      --count;
+    }
+    QUIRE_DEVICE void end() {
+      if (is_awaited) ptx::named_barrier_arrive(kKeysLoaded, 64);
+      is_awaited = false;
+    }
+  };
 
   QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages>& stage, int lane) const {
     const bool has_tiles = KvTileWalk<V>(current).exists();

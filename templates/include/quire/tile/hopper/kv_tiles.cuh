@@ -12,6 +12,7 @@ template <class V, bool kHasBlockMask = has_block_mask<V>()>
 struct WorkStage : CurrentWork {
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params&, int) {}
   QUIRE_DEVICE const uint8_t* bits() const { return nullptr; }
+  QUIRE_DEVICE int num_kv_tiles() const { return work.kv_end - work.kv_begin; }
 };
 
 // A work tile under a block mask, with the mask bits of its request and two bits for each KV tile. The scheduling warp
@@ -22,15 +23,18 @@ struct WorkStage<V, true> : CurrentWork {
   const uint8_t* mask_bits;
   const uint8_t* block_mask;
   uint32_t visible[kWords], full[kWords];
+  int num_visible;  // KV tiles; of more than kWords * 32 at least as many as there are
 
   QUIRE_DEVICE const uint8_t* bits() const { return mask_bits; }
+  QUIRE_DEVICE int num_kv_tiles() const { return num_visible; }  // that are computed
 
   // Called by one warp.
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params& p, int lane) {
     const uint8_t* of_head = p.block_mask;
     if constexpr (V::kScoreMask != 0) of_head = block_mask_of<V>(ExpressionOf<V>(p.base), work.kv_head);
     const uint8_t* first = of_head + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
-    const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
+    const int tiles = work.kv_end - work.kv_begin, words = min(ceil_div(tiles, 32), kWords);
+    int count = max(0, tiles - 32 * kWords);
     if (lane == 0) block_mask = first;
     if constexpr (V::kMask == kMaskCustom) {
       if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[work.tile.request];
@@ -40,7 +44,10 @@ struct WorkStage<V, true> : CurrentWork {
       uint32_t visible_bits, full_bits;
       vote(first, i, visible_bits, full_bits, lane);
       if (lane == 0) visible[i] = visible_bits, full[i] = full_bits;
+      count += __popc(visible_bits);
     }
+    if (lane == 0) num_visible = count;
+    __syncwarp();
   }
 
   // Reads the block mask of 32 KV tiles, from KV tile 32 * i of the work tile on. Called by all lanes of a warp
