@@ -27,13 +27,13 @@ template <class V, class WorkList = SharedWorkList<1>>
 class AttentionFa3 : public Fa3Cta<V> {
   using Cta = Fa3Cta<V>;
   using Cta::kQk, Cta::kVo, Cta::kIsFp8, Cta::kRescaled, Cta::kWarpgroups, Cta::kConsumers, Cta::kHasZeros,
-      Cta::kIsRamp, Cta::kIsCap, Cta::kIsDistance, Cta::kIsRowScale, Cta::kWorkStages, Cta::kQStages, Cta::kStages,
-      Cta::kStartsEarly, Cta::kResultsAt, Cta::kHoldsRows, Cta::kLoadRegisters, Cta::kComputeRegisters, Cta::kTurn,
-      Cta::kWarpgroup, Cta::kAllConsumers, Cta::kSharedStored, Cta::q_tile, Cta::v_tile, Cta::q_by_tma, Cta::bias_at,
-      Cta::ramp_scale, Cta::warpgroup, Cta::is_leader, Cta::fits_one_warpgroup, Cta::part_of, Cta::lane_row, Cta::note,
-      Cta::queries, Cta::keys, Cta::logits_tile, Cta::query_factor_at, Cta::copy_q, Cta::store_whole,
-      Cta::store_partial, Cta::deferred_arrivals, Cta::p_, Cta::stages_, Cta::smem_, Cta::work_, Cta::q_, Cta::k_,
-      Cta::v_;
+      Cta::kIsRamp, Cta::kIsCap, Cta::kIsDistance, Cta::kIsRowScale, Cta::kRaisesSeldom, Cta::kWorkStages,
+      Cta::kQStages, Cta::kStages, Cta::kStartsEarly, Cta::kResultsAt, Cta::kHoldsRows, Cta::kLoadRegisters,
+      Cta::kComputeRegisters, Cta::kTurn, Cta::kWarpgroup, Cta::kAllConsumers, Cta::kSharedStored, Cta::q_tile,
+      Cta::v_tile, Cta::q_by_tma, Cta::bias_at, Cta::ramp_scale, Cta::warpgroup, Cta::is_leader,
+      Cta::fits_one_warpgroup, Cta::part_of, Cta::lane_row, Cta::note, Cta::queries, Cta::keys, Cta::logits_tile,
+      Cta::query_factor_at, Cta::copy_q, Cta::store_whole, Cta::store_partial, Cta::deferred_arrivals, Cta::p_,
+      Cta::stages_, Cta::smem_, Cta::work_, Cta::q_, Cta::k_, Cta::v_;
   using typename Cta::Q, typename Cta::T, typename Cta::TileQ, typename Cta::TileK, typename Cta::TileV,
       typename Cta::Stage, typename Cta::Math, typename Cta::Transform, typename Cta::Bits;
 
@@ -370,17 +370,17 @@ class AttentionFa3 : public Fa3Cta<V> {
       const float scale = ramp_scale();
       rows.ramps.template score<kMasked>(s, transform, at, bits);
       const RowOffsets offsets = {rows.ramps.offset[0], rows.ramps.offset[1]};
-      rows.softmax.raise_max(s, scale, offsets);
+      rows.softmax.template raise_seldom<kMasked>(s, scale, offsets);
       rows.softmax.exponentiate(s, scale, offsets);
     } else if constexpr (kIsDistance) {
       if constexpr (kMasked) hide_logits(s, transform, at, bits);
       const float scale = ramp_scale();
-      rows.softmax.raise_max(s, scale);
+      rows.softmax.template raise_seldom<kMasked>(s, scale);
       rows.softmax.exponentiate(s, scale);
     } else if constexpr (kIsRowScale) {
       rows.scales.flip(s);
       if constexpr (kMasked) hide_logits(s, transform, at, bits);
-      rows.softmax.raise_max(s, rows.scales.sizes);
+      rows.softmax.template raise_seldom<kMasked>(s, rows.scales.sizes);
       rows.softmax.exponentiate(s, rows.scales.sizes);
     } else {
       if constexpr (kHoldsRows) {
@@ -393,7 +393,7 @@ class AttentionFa3 : public Fa3Cta<V> {
         rows.softmax.raise_max(s, scales);
         rows.softmax.exponentiate(s, scales);
       } else {
-        rows.softmax.raise_max(s, transform.factor);
+        rows.softmax.template raise_seldom<kMasked || !kRaisesSeldom>(s, transform.factor);
         rows.softmax.exponentiate(s, transform.factor);
       }
     }

@@ -40,6 +40,9 @@ struct Fa3Shape : WgmmaShape<V> {
   // A loading warp computes the bias of the score. Wide heads and conversion leave no memory or no warp for this.
   static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kIsWidened;
 
+  // Whether a KV tile that hides no keys first asks if it may raise a row's maximum, in fewer instructions.
+  static constexpr bool kRaisesSeldom = !Transform::kIsIdentity || has_block_mask<V>();
+
   // The factor of a row in a score is part of the softmax's scale.
   static constexpr bool kIsRowScale = score_pattern<V>() == kPatternRowScale && !kIsWidened;
 

@@ -65,6 +65,29 @@ struct WarpgroupSoftmax {
     raise_to(top);
   }
 
+  // The same in fewer instructions where few KV tiles raise m. kRaises: this one does.
+  template <bool kRaises, int n, class Scale, class Offsets = NoOffsets>
+  QUIRE_DEVICE void raise_seldom(const float (&s)[n], Scale scale, const Offsets& offsets = {}) {
+    if constexpr (!kRaises) {
+      bool may_exceed = false;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) may_exceed |= offsets.plus(row_bound(s, h) * scale_of(scale, h), h) > m[h] + kMaxLag;
+      is_raised = __any_sync(0xffffffffu, may_exceed) != 0;
+      if (!is_raised) return;
+    }
+    raise_max(s, scale, offsets);
+  }
+
+  // The maximum of s in this lane's row h, or 0 if that is greater. Floats from 0 on are ordered as integers, others
+  // are negative integers, and one instruction gives the largest of three integers.
+  template <int n>
+  QUIRE_DEVICE static float row_bound(const float (&s)[n], int h) {
+    int32_t x = 0;
+#pragma unroll
+    for (int i = 0; i < n; i += 4) x = max(max(x, __float_as_int(s[i + 2 * h])), __float_as_int(s[i + 2 * h + 1]));
+    return __int_as_float(x);
+  }
+
   // The maximum of s in this lane's row h.
   template <int n>
   QUIRE_DEVICE static float row_max(const float (&s)[n], int h) {
