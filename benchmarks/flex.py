@@ -6,7 +6,9 @@ The whole takes 150 seconds (`--seconds`), most of them to compile torch's kerne
 `--cases` takes names and patterns. Tensors are contiguous [batch, heads, length, head_dim]. Quire, torch and Quire's
 plain kernel take turns in one process, and sampled rows of both results are compared with float64 before. Rates count
 the pairs of query and key that a mask shows; `of_tiles` compares the rate over the tiles that the kernel computes with
-that of the plain kernel. `eager_us` is the time between events around a call to an idle GPU, the host's share included.
+that of the plain kernel. Launches follow one another, at the clock that the card's power limit leaves; with
+`--pause 2` there are two milliseconds of rest before each. `eager_us` is the time between events around a call to an
+idle GPU, the host's share included.
 """
 
 # ruff: noqa: ARG005  # functions of torch's flex_attention have all of its arguments
@@ -57,8 +59,10 @@ class Result:
 class Bench:
     """All cases of a size. with_torch: measure torch's, too."""
 
-    def __init__(self, size: Size, device: torch.device, rounds: int, with_torch: bool) -> None:
-        self.size, self.device, self.rounds, self.with_torch = size, device, rounds, with_torch
+    def __init__(
+        self, size: Size, device: torch.device, rounds: int, with_torch: bool, pause: float = 0.0
+    ) -> None:  # fmt: skip
+        self.size, self.device, self.rounds, self.with_torch, self.pause = size, device, rounds, with_torch, pause
         self.inputs = Inputs.draw(size, device, size.length, size.length, size.batch)
         torch._dynamo.config.recompile_limit = 64  # of one function: each case compiles it anew
         self.theirs = torch.compile(theirs.flex_attention, dynamic=False)
@@ -123,7 +127,9 @@ class Bench:
         if self.device.type == "cpu":
             return [t.median for t in timing.cpu_times(calls, self.rounds)]
         estimates = [timing.estimate_us(call, 1) for call in calls]
-        taken = timing.cuda_times([(c, 1) for c in calls], estimates, 1, self.rounds, timing.flusher("write"))
+        taken = timing.cuda_times(
+            [(c, 1) for c in calls], estimates, 1, self.rounds, timing.flusher("write"), self.pause
+        )
         return [t.median for t in taken]
 
     def eager_times(self, calls: list[timing.Call], count: int = 15) -> list[float]:
@@ -259,15 +265,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", default="*", help="names and patterns, with commas between")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds before each launch")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     began, device = time.monotonic(), torch.device(options.device)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # torch's, of block masks that are not compiled
-    bench = Bench(Size() if device.type == "cuda" else SMALL, device, options.rounds, not options.no_torch)
+    bench = Bench(
+        Size() if device.type == "cuda" else SMALL, device, options.rounds, not options.no_torch, options.pause / 1e3
+    )
     steps: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda name=name, case=case: asdict(bench.measure(name, case)) for name, case in CASES.items()
     }
@@ -276,7 +285,8 @@ def main() -> int:
     patterns = options.cases.split(",")
     wanted = [name for name in steps if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     order = sorted(wanted, key=lambda name: name in ("dense", "10 % of 64 x 64", "STA 3-D"))  # what may be left out
-    report = {**machine.describe(device), "rows": [], "left_out": [], "size": bench.size._asdict()}
+    report = {**machine.describe(device), "pause_ms": options.pause, "rows": [], "left_out": []}
+    report["size"] = bench.size._asdict()
     failed = False
     for i, name in enumerate(order):
         if time.monotonic() - began > options.seconds * (1 - 0.5 / len(order)):
