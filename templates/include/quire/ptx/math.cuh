@@ -25,11 +25,12 @@ QUIRE_UNARY(rcp, "rcp.approx.ftz.f32")
 QUIRE_UNARY(sqrt, "sqrt.approx.ftz.f32")
 QUIRE_UNARY(rsqrt, "rsqrt.approx.ftz.f32")
 QUIRE_UNARY(floor, "cvt.rmi.f32.f32")
-QUIRE_UNARY(sin, "sin.approx.ftz.f32")  // of an angle in radians within half a turn; error: 1e-6
-QUIRE_UNARY(cos, "cos.approx.ftz.f32")  // likewise
-QUIRE_BINARY(min_nan, "min.NaN.f32")    // the lesser of two numbers; NaN if one is
-QUIRE_BINARY(max_nan, "max.NaN.f32")    // the greater of two numbers; NaN if one is
-QUIRE_BINARY(divide, "div.full.f32")    // of any numbers; error: two units in the last place
+QUIRE_UNARY(sin, "sin.approx.ftz.f32")       // of an angle in radians within half a turn; error: 1e-6
+QUIRE_UNARY(cos, "cos.approx.ftz.f32")       // likewise
+QUIRE_BINARY(min_nan, "min.NaN.f32")         // the lesser of two numbers; NaN if one is
+QUIRE_BINARY(max_nan, "max.NaN.f32")         // the greater of two numbers; NaN if one is
+QUIRE_BINARY(multiply_finite, "mul.rz.f32")  // rounds towards 0, so that a product of finite numbers is finite
+QUIRE_BINARY(divide, "div.full.f32")         // of any numbers; error: two units in the last place
 #undef QUIRE_UNARY
 #undef QUIRE_BINARY
 

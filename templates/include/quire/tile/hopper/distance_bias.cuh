@@ -74,7 +74,8 @@ class DistanceSlice {
     }
   }
 
-  // Writes the biases to shared memory, in the scale of S = Q K^T: multiplied by `unit`.
+  // Writes the biases to shared memory, in the scale of S = Q K^T: multiplied by `unit`. A finite
+  // bias stays finite.
   QUIRE_DEVICE void write(uint32_t to, const Values& values, float unit, int head, int column) const {
     const uint32_t at = to + (head * pitch_ + column) * 4;
 #pragma unroll
@@ -82,7 +83,7 @@ class DistanceSlice {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         const bool exists = head + h < num_heads_ && column + 32 * i < width_;
-        ptx::st_shared_if(exists, at + h * pitch_ * 4 + 128 * i, in_units(values[h][i], unit));
+        ptx::st_shared_if(exists, at + h * pitch_ * 4 + 128 * i, ptx::multiply_finite(values[h][i], unit));
       }
     }
   }
@@ -129,13 +130,6 @@ class DistanceSlice {
   }
 
  private:
-  // A bias times `unit`. A finite bias stays finite.
-  QUIRE_DEVICE static float in_units(float bias, float unit) {
-    constexpr float kMost = 3.0e38f;
-    const float x = bias * unit;
-    return fabsf(bias) <= 3.4028235e38f ? fminf(fmaxf(x, -kMost), kMost) : x;
-  }
-
   int num_heads_, query_, last_query_, width_, pitch_;
 };
 
