@@ -387,9 +387,10 @@ def draw() -> Iterator[tuple[str, str]]:
                 caption = picture(figure)
                 figure.text(0.008, 0.012, caption, fontsize=7.5, alpha=0.8, linespacing=1.5)
                 below = (0.02 + 0.2 * max(2, caption.count("\n") + 1)) / figure.get_figheight()
+                left = 0.15 / figure.get_figwidth()  # other fonts than DejaVu Sans may be wider
                 engine = figure.get_layout_engine()
                 assert engine is not None
-                engine.set(rect=(0, below, 1, 1 - below))
+                engine.set(rect=(left, below, 1 - left, 1 - below))
                 yield f"{picture.__name__.replace('_', '-')}-{kind}.svg", _svg(figure, picture.__doc__ or "")
 
 
@@ -401,7 +402,11 @@ def _svg(figure: Figure, title: str) -> str:
     def renamed(match: re.Match[str]) -> str:
         return names.setdefault(match.group(), f"{match.group()[0]}{len(names)}")
 
-    text = re.sub(r"\b[pm][0-9a-f]{10}\b", renamed, file.getvalue())
+    # Without it some browsers round the width of each letter, and labels leave the picture.
+    precise = file.getvalue().replace(
+        '<style type="text/css">*{', '<style type="text/css">*{text-rendering: geometricPrecision; '
+    )
+    text = re.sub(r"\b[pm][0-9a-f]{10}\b", renamed, precise)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
