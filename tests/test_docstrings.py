@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 import re
 
@@ -65,3 +66,25 @@ def test_docstrings_say_shapes_errors_and_source(name: str) -> None:
     source = rf"{SOURCE}|(?<![a-z_.])({'|'.join(SHOWN)})\b"  # or the function that it varies, which says its own
     module = inspect.getdoc(inspect.getmodule(PUBLIC[name])) or ""
     assert re.search(source, text) or re.search(SOURCE, module), "no source"
+
+
+#: Of modules in other libraries' words and of several ranks, which say what their functions have in common.
+OTHERS = ("compat.flash_attn", "compat.flash_attn_interface", "compat.flash_mla", "compat.deep_gemm", "distributed")
+#: Whose examples are those of another function.
+WITHOUT = {"flash_attn_unpadded_func", "flash_attn_varlen_kvpacked_func", "FlashMLASchedMeta", "get_mla_metadata"}
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_other_modules_say_shapes_errors_source_and_examples(module: str) -> None:
+    """Their examples run in the tests of each module."""
+    found = importlib.import_module(f"quire.{module}")
+    common = inspect.getdoc(found) or ""
+    for name in found.__all__:
+        value = getattr(found, name)
+        if callable(value):
+            parts = [value, *(vars(value).get(call) for call in CALLS)] if inspect.isclass(value) else [value]
+            text = "\n".join((common, *(inspect.getdoc(part) or "" for part in parts if part is not None)))
+            assert re.search(SHAPES, text), f"{name}: no shape"
+            assert re.search(ERRORS, text), f"{name}: no error"
+            assert re.search(rf"{SOURCE}|torch\.distributed|DeepGEMM", text), f"{name}: no source"
+            assert name in WITHOUT or ">>>" in (text.removeprefix(common)), f"{name}: no example"

@@ -12,6 +12,7 @@ import torch
 
 import quire
 from quire import errors
+from quire.compat import flash_attn_interface
 
 #: Modules of public names, beside quire itself.
 MODULES = (
@@ -155,3 +156,9 @@ def test_errors_of_other_calls_stay() -> None:
     with pytest.raises(TypeError) as caught:
         namespace["outer"]()
     assert str(caught.value).endswith("got an unexpected keyword argument 'unknown'")
+
+
+def test_the_schedule_of_flash_attention_3_takes_no_unknown_keyword() -> None:
+    lens = torch.tensor([20, 30], dtype=torch.int32)
+    with pytest.raises(TypeError, match="'page_sizes'; did you mean page_size"):
+        flash_attn_interface.get_scheduler_metadata(2, 1, 30, cache_seqlens=lens, num_heads=8, page_sizes=16)

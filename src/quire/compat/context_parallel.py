@@ -219,6 +219,7 @@ def context_parallel_unshard(
     """Tensors of this rank's tokens, as inside context_parallel(), as tensors of all tokens in their order.
 
     mesh, seq_dims: as in context_parallel(). A collective; it waits for the other ranks, whose lengths may differ.
+    buffers: tensors of any shape. Raises ValidationError for other meshes.
     """
     on, found = Mesh.of(mesh, "ring"), []
     for buffer, dim in zip(buffers, seq_dims, strict=True):

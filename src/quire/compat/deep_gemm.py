@@ -86,7 +86,7 @@ def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The schedule_meta of fp8_paged_mqa_logits(): int32 [num_sms + 1, 2] zeros, as buffers for it expect its shape.
-    Quire's kernel divides its work by the shapes alone, and takes any.
+    Quire's kernel divides its work by the shapes alone, and takes any. Raises ValidationError naming the argument.
 
     >>> get_paged_mqa_logits_metadata(torch.tensor([[3], [70]]).int(), 64, 132).shape
     torch.Size([133, 2])

@@ -144,7 +144,11 @@ def flash_attn_kvpacked_func(
     causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
-    """flash_attn_func() with keys and values in one tensor: kv [batch, seqlen_k, 2, num_heads_k, head_dim]."""
+    """flash_attn_func() with keys and values in one tensor: kv [batch, seqlen_k, 2, num_heads_k, head_dim].
+
+    >>> flash_attn_kvpacked_func(torch.randn(2, 5, 8, 64), torch.randn(2, 30, 2, 2, 64), causal=True).shape
+    torch.Size([2, 5, 8, 64])
+    """
     k, v = _unpacked(kv, "kv", 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -157,7 +161,11 @@ def flash_attn_qkvpacked_func(
     window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
-    """flash_attn_func() with queries, keys and values in one tensor: qkv [batch, seqlen, 3, num_heads, head_dim]."""
+    """flash_attn_func() with queries, keys and values in one tensor: qkv [batch, seqlen, 3, num_heads, head_dim].
+
+    >>> flash_attn_qkvpacked_func(torch.randn(2, 30, 3, 8, 64)).shape
+    torch.Size([2, 30, 8, 64])
+    """
     q, k, v = _unpacked(qkv, "qkv", 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -244,7 +252,11 @@ def flash_attn_varlen_qkvpacked_func(
     softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
-    """flash_attn_varlen_func() with all three in one tensor: qkv [total, 3, num_heads, head_dim]."""
+    """flash_attn_varlen_func() with all three in one tensor: qkv [total, 3, num_heads, head_dim].
+
+    >>> flash_attn_varlen_qkvpacked_func(torch.randn(9, 3, 8, 64), torch.tensor([0, 4, 9]).int(), 5).shape
+    torch.Size([9, 8, 64])
+    """
     q, k, v = _unpacked(qkv, "qkv", 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,

@@ -63,7 +63,7 @@ from quire.compat.flash_attn_tokens import (
 )
 from quire.engine.checks import check_flags, check_output, check_shape, is_choice
 from quire.engine.plan_cache import replayed
-from quire.errors import UnsupportedError, ValidationError, teach
+from quire.errors import UnsupportedError, ValidationError, teach, unexpected_keyword
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -117,6 +117,9 @@ def flash_attn_qkvpacked_func(
 
     qkv: [batch, seqlen, 3, num_heads, head_dim], or [batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim] with
     num_heads_q. Returns what flash_attn_func() returns, and raises the same errors.
+
+    >>> flash_attn_qkvpacked_func(torch.randn(2, 30, 12, 64), num_heads_q=8).shape  # 8 + 2 * 2 heads
+    torch.Size([2, 30, 8, 64])
     """
     if tensor_of(qkv, "qkv").dim() == 5:
         q, k, v = _unpacked(qkv, "qkv", 5, 3)
@@ -313,8 +316,14 @@ def get_scheduler_metadata(
 
     Quire's own schedule is made on the device in each call. Of the arguments, cache_seqlens [batch_size] says where
     the result lies; the others are FlashAttention's, and num_heads, num_heads_k are SGLang's names of two of them.
-    Raises ValidationError if cache_seqlens is no tensor.
+    Raises ValidationError if cache_seqlens is no tensor, or batch_size no number of requests.
+
+    >>> get_scheduler_metadata(2, 1, 30, 8, 2, 64, torch.tensor([20, 30]).int()).shape
+    torch.Size([1])
     """
+    for name in forks:
+        if name not in ScheduleKeywords.__optional_keys__:
+            raise unexpected_keyword("get_scheduler_metadata", name)
     del qkv_dtype, headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal
     del max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, window_size, attention_chunk, has_softcap
     del num_splits, pack_gqa, sm_margin, forks
@@ -323,12 +332,20 @@ def get_scheduler_metadata(
 
 
 def is_fa_version_supported(fa_version: int, device: Any = None) -> bool:
-    """Whether this module has the functions of that version: 2 and 3, on all devices."""
+    """Whether this module has the functions of that version: 2 and 3, on all devices. ValidationError: as below.
+
+    >>> is_fa_version_supported(3), is_fa_version_supported(4)
+    (True, False)
+    """
     return fa_version_unsupported_reason(fa_version, device) is None
 
 
 def fa_version_unsupported_reason(fa_version: int, device: Any = None) -> str | None:
-    """Why not; None for versions that it has. ValidationError for others than 2, 3 and 4."""
+    """Why is_fa_version_supported() says no; None where it says yes. ValidationError for versions other than 2, 3, 4.
+
+    >>> fa_version_unsupported_reason(4)
+    "FA4's keywords (score_mod, mask_mod) are those of quire.flex_attention()"
+    """
     del device
     if not is_choice(fa_version, (2, 3, 4)):
         raise ValidationError(f"fa_version: expected 2, 3 or 4, got {fa_version!r}.")

@@ -14,7 +14,8 @@ also float32), as float8_e4m3fn, or, with bfloat16 queries, in FlashMLA's rows:
 
 Any number of heads, page size and distance of pages is supported. All functions may be captured in a CUDA graph. An lse
 is a natural logarithm, and +inf if the query sees no token. attn_sink: float32 [num_heads]; results are multiplied by
-exp(lse) / (exp(lse) + exp(attn_sink)), also where that is infinite, and the lse is that without sinks.
+exp(lse) / (exp(lse) + exp(attn_sink)), also where that is infinite, and the lse is that without sinks. Each function
+raises ValidationError naming the argument, or UnsupportedError.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ def get_mla_decoding_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensors of the shapes that FlashMLA's function of this name gives, int32 [SMs, 8] and [batch + 1], for callers
     that keep them in buffers. Quire's kernels take any, and do not read them.
+
+    >>> get_mla_decoding_metadata(torch.tensor([21, 64]).int(), 16, 1)[1].shape
+    torch.Size([3])
     """
     shape = max_ctas(check_tensor(cache_seqlens, "cache_seqlens").device, 1), 8
     parts = torch.zeros(shape, dtype=torch.int32, device=cache_seqlens.device)
@@ -407,7 +411,12 @@ def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, cu_seqlens_qo: torch.Tensor, cu_seqlens_kv: torch.Tensor, max_seqlen_qo: int,
     max_seqlen_kv: int, head_dim_qk: int, *args: Any, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """flash_attn_varlen_func() with values behind keys: kv [total_k, num_heads_k, head_dim_qk + dims of v]."""
+    """flash_attn_varlen_func() with values behind keys: kv [total_k, num_heads_k, head_dim_qk + dims of v].
+
+    >>> q, kv, ends = torch.randn(4, 8, 192), torch.randn(9, 8, 192 + 128), torch.tensor([0, 9]).int()
+    >>> flash_attn_varlen_kvpacked_func(q, kv, torch.tensor([0, 4]).int(), ends, 4, 9, 192)[0].shape
+    torch.Size([4, 8, 128])
+    """
     check_shape(check_tensor(kv, "kv"), "kv", dict.fromkeys(("total_k", "num_heads_k", "head_dim_qk + dims of v")))
     k, v = kv[..., : check_positive(head_dim_qk, "head_dim_qk")], kv[..., head_dim_qk:]
     return flash_attn_varlen_func(q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, *args, **options)
@@ -418,6 +427,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """flash_attn_varlen_func() with queries, keys and values side by side: qkv [total, num_heads, 2 * head_dim_qk +
     dims of v].
+
+    >>> flash_attn_varlen_qkvpacked_func(torch.randn(9, 8, 512), torch.tensor([0, 9]).int(), 9, 192)[0].shape
+    torch.Size([9, 8, 128])
     """
     check_shape(check_tensor(qkv, "qkv"), "qkv", dict.fromkeys(("total", "num_heads", "2 * head_dim_qk + dims of v")))
     q, kv = qkv[..., : check_positive(head_dim_qk, "head_dim_qk")], qkv[..., head_dim_qk:]

@@ -9,6 +9,9 @@
 
 Every rank of the group makes the same calls in the same order, as with any collective. A group may
 have any size, also 1, and its ranks may be on several hosts. docs/tutorial/ranks.md has examples.
+
+Each call raises ValidationError naming the argument, PlanError before plan() or without a process group, and RankError
+if another rank fails or does not answer in time.
 """
 
 from __future__ import annotations
