@@ -145,6 +145,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             "default" or "kv-per-tensor", for 8-bit caches. use_profiler: only False. skip_softmax: a permission that
             has no effect. enable_pdl: what run() does by default. use_sinks: with True run() requires sinks.
         fixed_split_size, disable_split_kv: as in BatchPrefillWithPagedKVCacheWrapper.plan().
+        operands: tensors and numbers, by name, that the mask of the constructor's variant reads.
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """

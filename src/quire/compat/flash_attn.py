@@ -204,12 +204,12 @@ def flash_attn_varlen_func(
     """Attention of a batch of requests of different lengths, concatenated in one tensor.
 
     q: [total_q, num_heads, head_dim]; k, v: [total_k, num_heads_k, head_dim]. cu_seqlens_q, cu_seqlens_k: int32
-    [batch + 1], offsets of the requests. If they are on a GPU, they are copied to the host, which waits for the GPU and
-    is impossible in the capture of a CUDA graph (PlanError). Rows of q beyond cu_seqlens_q[-1] give zeros.
-    max_seqlen_q,
-    max_seqlen_k: the length of the longest request; redundant, and checked if the offsets are on the host. block_table:
-    int32 [batch, pages]; k and v are then [num_blocks, page_block_size, num_heads_k, head_dim], and cu_seqlens_k has
-    the cumulative numbers of tokens in them. Other arguments and errors: at the top of the module. Returns out
+    [batch + 1], offsets of the requests. If they are on a GPU, they are read only there, and after one call outside a
+    call may be captured in a CUDA graph; with a window to the right the host waits for them, which no capture allows
+    (PlanError). Rows of q beyond cu_seqlens_q[-1] give zeros. max_seqlen_q, max_seqlen_k: the length of the longest
+    request; redundant, and checked if the offsets are on the host. block_table: int32 [batch, pages]; k and v are then
+    [num_blocks, page_block_size, num_heads_k, head_dim], and cu_seqlens_k has the cumulative numbers of tokens in
+    them. Other arguments and errors: at the top of the module. Returns out
     [total_q, num_heads, head_dim], or (out, softmax_lse [num_heads, total_q], None).
 
     >>> from quire.compat.flash_attn import flash_attn_varlen_func
