@@ -296,6 +296,23 @@ def test_libraries_beside_quire_are_timed_if_they_agree(monkeypatch: pytest.Monk
     assert measured.rival == ("torch", measured.seconds["torch"])
 
 
+@pytest.mark.parametrize(("launch", "rounds"), [(10.0, 3), (5.0, 5), (1.0, 13), (0.01, speed._MOST_ROUNDS)])
+def test_a_slow_machine_makes_fewer_rounds(launch: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes `launch` seconds of a clock that nothing else moves, and a row 12."""
+    clock, taken = [0.0], []
+
+    def timed(*_: object) -> float:
+        clock[0] += launch
+        taken.append(launch)
+        return launch
+
+    monkeypatch.setattr(speed, "_LIBRARIES", speed._LIBRARIES[:1])
+    monkeypatch.setattr(speed, "_time", timed)
+    monkeypatch.setattr(speed.time, "monotonic", lambda: clock[0])
+    assert speed.measure(SMALL, torch.device("cpu"), torch.float32, 12.0).seconds == {"Quire": launch}
+    assert len(taken) == rounds
+
+
 @pytest.mark.parametrize("row", speed.rows_for(on_gpu=False), ids=lambda row: row.name)
 def test_torch_computes_the_same_rows(row: speed.Row) -> None:
     small = row._replace(new=[min(n, 7) for n in row.new], lens=[min(n, 50) for n in row.lens])

@@ -209,7 +209,8 @@ def add_commands(commands: Any) -> None:
     """Add `bench` to the parser."""
     bench = add_command(
         commands, "bench", _bench, "measure attention on this machine, or replay recorded batches",
-        "Measure attention of Quire and of the libraries beside it, and write a table and a picture. With --recorded, "
+        "Measure attention of Quire and of the libraries beside it, and write a table and a picture. What another "
+        "library compiles at its first call comes on top of --seconds. With --recorded, "
         "replay the batches of a record; with --against, exit status 1 if any is slower than the limit.",
     )  # fmt: skip
     bench.add_argument("--out", type=Path, default=Path("quire-bench"), metavar="FILE", help="default: quire-bench")

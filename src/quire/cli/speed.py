@@ -1,6 +1,5 @@
 """`quire bench` without a record: this machine's attention, of Quire and of the libraries that are installed beside it.
 
-All libraries compute the same rows, in turn, in one process. A result that is not Quire's within rounding is not timed.
 All libraries compute the same rows, in turn, in one process. A result that is not Quire's within rounding is left out.
 """
 
@@ -30,6 +29,7 @@ Launch = Callable[[], "torch.Tensor"]
 _PAGE, _LATENT, _ROPE = 16, 512, 64
 _FLUSHED = 256 << 20  #: bytes that empty the L2 of a GPU before each launch
 _MOST_ROUNDS, _LEAST_ROUNDS = 200, 5
+_PATIENCE = 2  #: times a row's seconds, after which a slow machine has made enough rounds
 _TOLERANCE = 0.02  #: of the largest result: bf16 has 8 bits
 
 
@@ -227,15 +227,15 @@ class Measured(NamedTuple):
 
 
 def measure(row: Row, device: torch.device, dtype: torch.dtype, seconds: float) -> Measured:
-    """Time all libraries in turn, within `seconds`."""
+    """Time all libraries in turn, within `seconds`, or on a slow machine within _PATIENCE times as long."""
     batch = Batch(row, device, dtype)
     launches, reasons = _launches(batch)
     times: dict[str, list[float]] = {name: [] for name in launches}
-    end, flush = time.monotonic() + seconds, _flush(device)
+    begin, flush = time.monotonic(), _flush(device)
     for number in range(_MOST_ROUNDS):
         for name in Random(number).sample(list(launches), len(launches)):
             times[name].append(_time(launches[name], device, flush))
-        if number + 1 >= _LEAST_ROUNDS and time.monotonic() > end:
+        if time.monotonic() - begin > (seconds if number + 1 >= _LEAST_ROUNDS else _PATIENCE * seconds):
             break
     return Measured(row.name, {name: median(taken) for name, taken in times.items()}, reasons)
 
