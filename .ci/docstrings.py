@@ -28,7 +28,19 @@ Parameters = Mapping[str, Parameter]
 
 def markdown(text: str, parameters: Parameters | None = None) -> str:
     """The docstring `text` as Markdown."""
-    return "\n".join(_lines(text.splitlines(), parameters or {}))
+    return "\n".join(_lines(_divided(text, parameters or {}).splitlines(), parameters or {}))
+
+
+def _divided(text: str, parameters: Parameters) -> str:
+    """The text with a line for each argument, also for those behind others, and for what is said of all."""
+    prose, mark, examples = text.partition("\n>>>")
+    if parameters and (first := re.search(_ARGUMENT.pattern, prose, re.MULTILINE)):
+        names = rf"(?:{'|'.join(parameters)})(?: \[[^\]]*\])?"
+        before, prose = prose[: first.start()], prose[first.start() :]
+        prose = re.sub(rf"[.;]\s+(?=(?:{names})(?:,\s{names})*: )", ".\n", prose)
+        prose = re.sub(r"\.\s+(?=(?:Other arguments|Returns|Raises)\b)", ".\n\n", prose)
+        prose = before + re.sub(rf"^({names}),\n({names}: )", r"\1, \2", prose, flags=re.MULTILINE)
+    return prose + mark + examples
 
 
 def _lines(lines: list[str], parameters: Parameters) -> Iterator[str]:

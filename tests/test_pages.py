@@ -232,6 +232,12 @@ def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
         "| `q`<br>`k [nnz]` | `Tensor | None`<br>`Tensor` | `None`<br>&nbsp; | the \\*rows\\*, all. |",
         "Returns o.", "```pycon", ">>> f([1])", "[1]", "```"
     ]  # fmt: skip
+    text = "Write.\n\nq: [rows, 8]; k [nnz]: a key. It\nis read. Other arguments: as there. q,\nk: both.\n\n>>> q: 1"
+    lines = markdown(text, parameters).splitlines()
+    assert [line.rpartition(" | ")[2] for line in lines if line.startswith("| `")] == [
+        r"\[rows, 8]. |", "a key. It is read. |", "both. |"
+    ]  # fmt: skip
+    assert "Other arguments: as there." in lines
     code = ">>> call(" + ", ".join(f"argument_{i}={i}" for i in range(12)) + ")  # and why\n12"
     lines = markdown(code).splitlines()
     assert lines[2:4] == [">>> # and why", "... call("] and lines[-2:] == ["12", "```"]

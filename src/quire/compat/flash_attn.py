@@ -62,7 +62,6 @@ __all__ = [
 
 __version__ = "2.8.3"  #: of the API
 Result = Any  #: out, or a tuple of out, softmax_lse and what else was asked for
-_ALL = (-1, -1)
 
 
 class _Scores(TypedDict, total=False):
@@ -109,14 +108,16 @@ def flash_attn_func(
 @overload
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: torch.Tensor | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False, *,
+    s_aux: torch.Tensor | None = None,
 ) -> Result: ...  # fmt: skip
 @replayed
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: torch.Tensor | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False, *,
+    s_aux: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Attention of a batch of requests of equal length.
 
@@ -141,8 +142,8 @@ def flash_attn_func(
 @replayed
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """flash_attn_func() with keys and values in one tensor: kv [batch, seqlen_k, 2, num_heads_k, head_dim].
 
@@ -158,7 +159,7 @@ def flash_attn_kvpacked_func(
 @replayed
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """flash_attn_func() with queries, keys and values in one tensor: qkv [batch, seqlen, 3, num_heads, head_dim].
@@ -189,7 +190,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None, *, s_aux: torch.Tensor | None = None,
 ) -> Result: ...  # fmt: skip
@@ -197,7 +198,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None, *, s_aux: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
@@ -235,7 +236,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """flash_attn_varlen_func() with keys and values in one tensor: kv [total_k, 2, num_heads_k, head_dim]."""
@@ -249,7 +250,7 @@ def flash_attn_varlen_kvpacked_func(
 @replayed
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """flash_attn_varlen_func() with all three in one tensor: qkv [total, 3, num_heads, head_dim].
@@ -280,7 +281,7 @@ def flash_attn_with_kvcache(
     v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False, *, s_aux: torch.Tensor | None = None,
 ) -> Result: ...  # fmt: skip
@@ -290,7 +291,7 @@ def flash_attn_with_kvcache(
     v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False, *, s_aux: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip

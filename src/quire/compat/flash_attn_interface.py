@@ -34,7 +34,6 @@ import torch
 from quire.compat.flash_attn import _unpacked
 from quire.compat.flash_attn_batch import tensor_of
 from quire.compat.flash_attn_interface_batch import (
-    ALL,
     CacheKeywords,
     Given,
     Keywords,
@@ -83,7 +82,7 @@ Result = Any  #: out, or (out, softmax_lse)
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
     qv: torch.Tensor | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None, window_size: Window = ALL, attention_chunk: int | None = 0,
+    v_descale: torch.Tensor | None = None, window_size: Window = (-1, -1), attention_chunk: int | None = 0,
     softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
     sm_margin: int = 0, return_attn_probs: bool = False, **forks: Unpack[Keywords],
 ) -> Result:  # fmt: skip
@@ -109,7 +108,7 @@ def flash_attn_func(
 @replayed
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, window_size: Window = ALL,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, window_size: Window = (-1, -1),
     attention_chunk: int | None = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
     sm_margin: int = 0, return_attn_probs: bool = False, **forks: Unpack[Keywords],
 ) -> Result:  # fmt: skip
@@ -142,7 +141,7 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None, softmax_scale: float | None = None,
     causal: bool = False, qv: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, window_size: Window = ALL,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, window_size: Window = (-1, -1),
     attention_chunk: int | None = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
     deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False, **forks: Unpack[VarlenKeywords],
 ) -> Result:  # fmt: skip
@@ -209,7 +208,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: torch.Tensor | None = None, max_seqlen_q: int | None = None,
     rotary_seqlens: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = ALL, attention_chunk: int | None = 0, softcap: float = 0.0,
+    causal: bool = False, window_size: Window = (-1, -1), attention_chunk: int | None = 0, softcap: float = 0.0,
     rotary_interleaved: bool = True, scheduler_metadata: torch.Tensor | None = None, num_splits: int = 0,
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
     **forks: Unpack[CacheKeywords],
@@ -309,7 +308,7 @@ def get_scheduler_metadata(
     qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None, page_size: int | None = None, max_seqlen_k_new: int = 0,
-    causal: bool = False, window_size: Window = ALL, attention_chunk: int | None = 0, has_softcap: bool = False,
+    causal: bool = False, window_size: Window = (-1, -1), attention_chunk: int | None = 0, has_softcap: bool = False,
     num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, **forks: Unpack[ScheduleKeywords],
 ) -> torch.Tensor:  # fmt: skip
     """What engines compute once per step and pass as scheduler_metadata: int32 [1], which has no effect.
