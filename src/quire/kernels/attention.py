@@ -272,7 +272,7 @@ class AttentionKernel:
             return {"fixed_split_size": problem.fixed_split_size}
         if self.own_split == 0:
             return {"fixed_split_size": LEAST_OWN_SPLIT, "splits_by_length": 1}
-        size = self.own_split - self.own_split % tile.kv
+        size = -(-self.own_split // tile.kv) * tile.kv
         while size < window_left:
             size *= 2
         return {"fixed_split_size": size}

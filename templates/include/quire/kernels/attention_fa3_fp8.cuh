@@ -319,8 +319,8 @@ class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params
       score_logits<kMasked>(s, Transform(p_.base), logits_tile(current, tile), bits);
     }
     raise_max(rows, s);
+    rows.rescale();  // before the exponentials, as a branch after them would keep the weights' conversion behind it
     rows.softmax.exponentiate(s, Transform(p_.base).factor);
-    rows.rescale();
     round_weights_fp8(s, rows.p);
     const auto last = rings.k;
     rings.k.advance();
