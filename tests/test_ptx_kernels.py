@@ -16,9 +16,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 import nvfp4_cases
 import oracle
 import quire
-from calls import paged_wrapper, plan_paged, prefill_paged, prefill_ragged
+from calls import decode, paged_wrapper, plan_paged, prefill_paged, prefill_ragged
 from latents import Latents
 from problems import Problem
+from ptx import simulated as simulation
 from ptx.memory import Fault
 from ptx.simulated import Edit, simulated
 from ptx.threads import Turns
@@ -234,6 +235,23 @@ def test_kernels_are_right(name: str) -> None:
 def test_kernels_are_right_whichever_warp_is_first(name: str, turns: Turns) -> None:
     with simulated(turns=turns):
         CASES[name].run()()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=str)
+def test_a_cta_announces_consecutive_parts_of_a_request_at_once(
+    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of as many CTAs as there are parts."""
+    p = Problem((1, 1, 1), (900, 0, 500), 8, 2, 128, dtype=BF16, kv_dtype=kv_dtype)
+    plan = {"fixed_split_size": 128, **({} if kv_dtype is None else {"kv_data_type": kv_dtype})}
+    results = []
+    for sms in (2, 40):
+        monkeypatch.setattr(simulation, "SMS", sms)
+        with simulated() as gpu:
+            results.append(decode(p, p.paged(16), "quire:decode", plan=plan))
+        assert any(text.startswith("atom") for text in gpu.executed)
+        p.check(*results[-1])
+    assert all(torch.equal(few, many) for few, many in zip(*results, strict=True))
 
 
 @pytest.mark.slow

@@ -144,10 +144,13 @@ class AttentionDecode {
     }
     const WorkTile next = cursor_.take<kCascade>(p_, window_.get(cursor_, lane_), kTileKv);
     stamp<V>(p_, next, Moment::kBegin, Cta::thread() == 0);
-    if constexpr (Shape::kQueryBytes > 0)
-      q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
-    q_.template load<V::kHeadDimQk>(p_, next, row_begin(next), lane_, kv_split() == 0,
-                                    has_query ? smem_.first_query() : nullptr, dim_warp() * kQk);
+    const bool has_rows = num_stored_ > 0;  // those of the work tile before
+    if (!has_rows) {
+      if constexpr (Shape::kQueryBytes > 0)
+        q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
+      q_.template load<V::kHeadDimQk>(p_, next, row_begin(next), lane_, kv_split() == 0,
+                                      has_query ? smem_.first_query() : nullptr, dim_warp() * kQk);
+    }
     __syncwarp();  // every lane is done with the work tile before
     if (lane_ == 0) work() = next;
     keys_ = visible(next);
@@ -156,7 +159,7 @@ class AttentionDecode {
     softmax_.clear();
     // The keys of the next split may follow: rotations begin anew, as in a CTA that computes it alone.
     if constexpr (kRuns) rotations_.expected = -1;
-    if constexpr (Shape::kQueryBytes > 0)
+    if (Shape::kQueryBytes > 0 && !has_rows)
       Cta::sync();
     else
       __syncwarp();
@@ -257,17 +260,27 @@ class AttentionDecode {
   }
 
   // Merges the KV splits of the work tile, stores its result or partial, and merges the partials of its row tile if
-  // this CTA is the last to arrive. `stage`: where o goes if it has no spill area; no copy is under way to it.
+  // this CTA is the last to arrive. It arrives once for consecutive parts, as each arrival waits for memory. `stage`:
+  // where o goes if it has no spill area; no copy is under way to it.
   QUIRE_DEVICE void finish(int stage) {
     softmax_.reduce();
-    DecodeEnding<V, Cta>{p_, smem_, stage, warp_, lane_}.run(work(), o_, softmax_);
+    const bool continues = has_next_part();
+    ++num_stored_;
+    DecodeEnding<V, Cta>{p_, smem_, stage, warp_, lane_}.run(work(), o_, softmax_, continues ? 0 : num_stored_);
     stamp<V>(p_, work(), Moment::kEnd, Cta::thread() == 0);
+    if (!continues) q_.clear(), num_stored_ = 0;
     reset();
+  }
+
+  // Whether the next work tile has the next keys of the same rows, as with short fixed splits.
+  QUIRE_DEVICE bool has_next_part() {
+    if (kCascade || work().is_whole() || !cursor_.exists()) return false;
+    const RowTile& next = window_.get(cursor_, lane_);
+    return next.partial >= 0 && next.group + cursor_.left.kv_head == work().group;
   }
 
   // No register keeps a value of the work tile, so finish() and start() can use them.
   QUIRE_DEVICE void reset() {
-    q_.clear();
     o_.clear();
     softmax_.clear();
     bias_.clear();
@@ -320,6 +333,7 @@ class AttentionDecode {
         window_(p, cursor_, smem.fixed.tiles[warp_], lane_),
         loader_(p, cursor_, warp_, lane_) {
     if constexpr (kHasRope) rotations_.take(p.rope_frequencies, smem.fixed.steps);
+    q_.clear();
     reset();
   }
 
@@ -336,6 +350,7 @@ class AttentionDecode {
   // tile that no row sees.
   int tile_, kv_end_;
   Visible keys_;
+  int num_stored_ = 0;  // partials of its merge group that this CTA has stored and not announced
   Query q_;
   Accumulator<kM, kVo> o_;
   SoftmaxRows<kM> softmax_;

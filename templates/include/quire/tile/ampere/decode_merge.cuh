@@ -66,9 +66,12 @@ class DecodeEnding {
   int stage_;  // of each KV split's ring, that no copy is under way to: o goes there where it has no spill area
   int warp_, lane_;
 
-  QUIRE_DEVICE void run(const WorkTile& work, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+  // num_stored: partials of its merge group that the CTA has then stored; 0: it will store the next one, too.
+  QUIRE_DEVICE void run(const WorkTile& work, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax,
+                        int num_stored) const {
+    const bool arrives = V::kCascade == 0 && !work.is_whole() && num_stored > 0;
     MergeGroup group = {};
-    if (V::kCascade == 0 && !work.is_whole()) group = p_.groups[work.group];  // arrives while the KV splits are merged
+    if (arrives) group = p_.groups[work.group];  // it comes while the KV splits are merged
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -84,10 +87,11 @@ class DecodeEnding {
     }
     if constexpr (V::kCascade != 0) {
       end_cascade(work);
-    } else if (work.is_whole()) {
+    } else if (!arrives) {
       Cta::sync();
-    } else if (arrives_last(p_.groups + work.group, group.num_parts(), Cta::thread() == 0, smem_.fixed.is_last,
-                            [] { Cta::sync(); })) {
+    } else if (arrives_last(
+                   p_.groups + work.group, group.num_parts(), Cta::thread() == 0, smem_.fixed.is_last,
+                   [] { Cta::sync(); }, num_stored)) {
       merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(Cta::thread()));
     }
   }

@@ -86,12 +86,20 @@ QUIRE_DEVICE bool arrives_last(MergeGroup& group, int num_parts) {
   return ptx::atomic_inc_acq_rel(&group.num_arrived, last) == last;
 }
 
+// The same with `num_stored` partials at once.
+QUIRE_DEVICE bool arrives_last(MergeGroup& group, int num_parts, int num_stored) {
+  const bool is_last = ptx::atomic_add_acq_rel(&group.num_arrived, num_stored) + num_stored == num_parts;
+  if (is_last) group.num_arrived = 0;
+  return is_last;
+}
+
 // The same for a CTA, in every thread. `sync` is a barrier of all threads that have stored partials and will merge: it
 // hands their writes to the leader, whose atomic releases them.
-template <class Flag, class Sync>
-QUIRE_DEVICE bool arrives_last(MergeGroup* group, int num_parts, bool is_leader, Flag& flag, Sync&& sync) {
+template <class Flag, class Sync, class... Counts>
+QUIRE_DEVICE bool arrives_last(MergeGroup* group, int num_parts, bool is_leader, Flag& flag, Sync&& sync,
+                               Counts... num_stored) {
   sync();
-  if (is_leader) flag = arrives_last(*group, num_parts);
+  if (is_leader) flag = arrives_last(*group, num_parts, num_stored...);
   sync();
   return flag;
 }
