@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import nvfp4_cases
@@ -21,7 +22,7 @@ from latents import Latents
 from problems import Problem
 from ptx import simulated as simulation
 from ptx.memory import Fault
-from ptx.simulated import Edit, simulated
+from ptx.simulated import Edit, simulated, storages
 from ptx.threads import Turns
 from quire.jit.toolchain import find_toolchain
 from test_mla import attend
@@ -219,6 +220,15 @@ def test_kernels_are_right(name: str) -> None:
     assert case.slug in gpu.launched
     if name in DIVIDED:
         assert any(text.startswith("atom") for text in gpu.executed), "no merge"
+
+
+def test_memory_is_that_of_tensors_that_have_some() -> None:
+    """Of other tests' traces there may be fake ones."""
+    real = torch.ones(7)
+    with FakeTensorMode():
+        fake = torch.ones(7)
+    found = storages()
+    assert fake.is_cpu and found[real.data_ptr()] == 28
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from ptx.artifacts import compiled_to_ptx, text_of
 from ptx.memory import GlobalMemory
@@ -51,7 +52,7 @@ class SimulatedGpu:
         self.launched.append(module.slug)
         program, entry = _parsed(edited), module.entry.manifest.entry
         size = program.functions[entry].params[0].size
-        memory = GlobalMemory(_storages())
+        memory = GlobalMemory(storages())
         distances = _DISTANCES.get(module.slug.partition(".")[0], ())
         given = memory.relocate(ctypes.string_at(params, size), distances)
         threads = Grid(program, entry, memory, given, grid, block, smem, self.turns)
@@ -59,15 +60,19 @@ class SimulatedGpu:
         self.executed |= threads.executed
 
 
-def _storages() -> dict[int, int]:
-    """Address and bytes of the memory of each tensor of this process."""
+def storages() -> dict[int, int]:
+    """Address and bytes of the memory of each tensor of this process. Other tests may have left fake ones of a trace,
+    which have none: to ask for it is a warning.
+    """
     found: dict[int, int] = {}
     for tensor in gc.get_objects():
-        if issubclass(type(tensor), torch.Tensor) and tensor.is_cpu and not tensor.is_sparse:
+        if not issubclass(type(tensor), torch.Tensor) or is_fake(tensor):
+            continue
+        if tensor.is_cpu and not tensor.is_sparse:
             storage = tensor.untyped_storage()
             try:
                 found[storage.data_ptr()] = storage.nbytes()
-            except RuntimeError:  # a fake tensor of a trace has no memory
+            except RuntimeError:  # so has a wrapper of a trace
                 continue
     return {address: size for address, size in found.items() if address and size}
 
