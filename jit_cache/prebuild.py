@@ -100,9 +100,10 @@ def warmup(python: str, arguments: list[str], **environment: str) -> list[dict[s
 
 def fill(arch: list[str] | None) -> None:
     """Compile every wanted variant into the store, and drop what nothing asked for."""
-    slugs = wanted_slugs(arch)
-    borrow(slugs)
-    variants = warmup(sys.executable, ["--exact", *slugs, "--store", str(STORE)])
+    variants = []
+    for slugs in cuda_before_host(wanted_slugs(arch)):
+        borrow(slugs)
+        variants += warmup(sys.executable, ["--exact", *slugs, "--store", str(STORE)])
     wanted = [Path(variant["path"]) for variant in variants]
     stale = set(STORE.glob("entries/*/*")) - set(wanted)
     for path in stale:
@@ -124,6 +125,14 @@ def fill(arch: list[str] | None) -> None:
         f"prebuild: {len(wanted)} variants in {STORE}, {len(built)} compiled, {len(stale)} dropped"
         + (f"; the slowest took {built[slowest]:.1f} s: {slowest}" if slowest else "")
     )
+
+
+def cuda_before_host(slugs: Iterable[str]) -> list[list[str]]:
+    """The slugs of GPUs, then those of hosts: beside the tests these come last, when the tests have compiled some."""
+    parts: dict[bool, list[str]] = defaultdict(list)
+    for slug in slugs:
+        parts[slug.split(".")[1].startswith("sm")].append(slug)
+    return [parts[on_cuda] for on_cuda in (True, False) if parts[on_cuda]]
 
 
 def borrow(slugs: Iterable[str]) -> None:

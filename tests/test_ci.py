@@ -158,6 +158,13 @@ def test_what_the_tests_compiled_is_not_compiled_again(tmp_path: Path, monkeypat
     assert [path.name for path in (tmp_path / "store/entries").iterdir()] == slugs[:1]
 
 
+def test_variants_of_hosts_are_compiled_last() -> None:
+    """When tests beside which they are compiled have made some of them."""
+    slugs = ["merge.x86-64-v4.fp16.v8", "merge.sm80.fp16.v8", "packbits.aarch64.any.v1"]
+    parts = script("jit_cache/prebuild.py").cuda_before_host
+    assert parts(slugs) == [slugs[1:2], [slugs[0], slugs[2]]] and parts(slugs[:1]) == [slugs[:1]]
+
+
 def test_too_large_a_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
