@@ -70,7 +70,10 @@ class Cards(NamedTuple):
         return getattr(torch, q.torch_name), getattr(torch, kv.torch_name)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype or self.types()[0], device=self.device)
+        """Of a CPU, on which nothing computes with them, only integers are: gigabytes would be written."""
+        dtype = dtype or self.types()[0]
+        new = torch.empty if self.device.type == "cpu" and dtype.is_floating_point else torch.zeros
+        return new(shape, dtype=dtype, device=self.device)
 
     def ints(self, values: Any, *, on_host: bool = False) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cpu" if on_host else self.device)
