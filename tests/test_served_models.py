@@ -26,9 +26,10 @@ from quire.cli import aot, presets
 from quire.cli.presets import needs, read_config
 from quire.engine import device, joined, launch, plan_cache, planner, spec
 from quire.jit import CudaModule, HostModule, Module, Spec, builder, host_target, machine, stores
+from quire.jit.toolchain import Nvcc
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.kernels.operation import OperationKey
-from stub_compiler import write_stub
+from stub_compiler import handed_out, write_stub
 
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem not in ("mpt-7b", "unknown"))
@@ -85,6 +86,7 @@ def absent_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_code: Path,
     shutil.copytree(host_code, tmp_path / "cache", symlinks=True)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_NVCC", str(write_stub(tmp_path / "nvcc")))
+    monkeypatch.setattr(Nvcc, "build", handed_out)
     monkeypatch.setattr(stores, "_package_stores", lambda _: ())
     monkeypatch.setattr(jit, "_sealed", False)
     monkeypatch.setattr(builder, "read_exports", lambda _, spec: {n: _EXPORTS.get(n, 1) for n in spec.exports})
