@@ -136,7 +136,7 @@ def test_64_streams_beside_clients_that_hang_up(url, api, model, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_quarter_of_a_minute_of_64_streams(url, api, model):
+def test_64_streams_for_some_seconds(url, api, model):
     """Every fourth client hangs up, every fifth sends nonsense; whoever listens to the end gets generate()'s tokens."""
     prompts = [prompt(3 + 7 * i % 150, i) if i % 2 else prompt(90 + i % 5, i, shared=80) for i in range(16)]
     wanted = [expected(model, tokens, 24) for tokens in prompts]
@@ -144,7 +144,7 @@ def test_a_quarter_of_a_minute_of_64_streams(url, api, model):
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         # Longer where other processes have the processors: too few calls would show nothing.
-        while (now := time.monotonic() - begin) < 15 or (now < 60 and min(counts.values()) <= 10):
+        while (now := time.monotonic() - begin) < 7 or (now < 60 and min(counts.values()) <= 10):
             number += 1
             if number % 5 == 0:
                 counts["nonsense"] += (await client.post("/v1/completions", content=b'{"prompt":')).status_code == 400
@@ -152,7 +152,7 @@ def test_a_quarter_of_a_minute_of_64_streams(url, api, model):
             assert ids == wanted[number % 16][: len(ids)]
             assert len(ids) == 24 or number % 4 == 0
             counts["hung up" if number % 4 == 0 else "whole"] += 1
-            if now > 5 + 1.25 * len(sizes):
+            if now > 2 + 0.6 * len(sizes):
                 sizes.append(resident_bytes())
 
     async def run() -> None:
@@ -162,7 +162,7 @@ def test_a_quarter_of_a_minute_of_64_streams(url, api, model):
     asyncio.run(run())
     print(counts, [size >> 20 for size in sizes], api.engine.steps)
     assert min(counts.values()) > 10
-    assert max(sizes) - sizes[0] < 16 << 20
+    assert max(sizes) - sizes[len(sizes) // 3] < 8 << 20  # the first third has what is allocated once
     assert is_idle(api.engine)
 
 
