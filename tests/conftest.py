@@ -15,6 +15,7 @@ import own_environment  # noqa: F401  # before torch is
 
 # isort: split
 import gc
+import os
 from collections.abc import Generator
 from contextlib import ExitStack
 from functools import wraps
@@ -24,7 +25,7 @@ import pytest
 import torch
 from hypothesis import reject
 
-from covering import beyond_first, left_out
+from covering import beyond_first, left_out, of_other_days
 from durations import Durations
 from limits import is_expected, limit
 from ptx import impersonated
@@ -121,11 +122,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what covering.py says, and marks what it says is slow."""
-    left = set() if config.getoption("every_combination") else left_out(items)
-    config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = [item for item in items if item not in left]
+    every = config.getoption("every_combination")
+    _leave_out(config, items, set() if every else left_out(items))
     for item in beyond_first(items):
         item.add_marker("slow")
+    _leave_out(config, items, set() if every else of_other_days(items, int(os.environ["TESTS_DAY"])))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(autouse=True)

@@ -98,6 +98,17 @@ def beyond_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return found
 
 
+def of_other_days(items: Iterable[pytest.Item], day: int) -> set[pytest.Item]:
+    """Of tests that are marked daily(n), what n - 1 of n days leave to others of the slow combinations on the CPU."""
+    found: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        mark, is_slow = next(item.iter_markers("daily"), None), next(item.iter_markers("slow"), None) is not None
+        if mark and is_slow and _values(item).get("device", "cpu") == "cpu":
+            found[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    several = [(n, tests) for (_, n), tests in found.items() if len(tests) > 1]
+    return {test for n, tests in several for place, test in enumerate(tests) if place % n != day % n}
+
+
 def _is_drawn(test: pytest.Item) -> bool:
     return hasattr(getattr(test, "obj", None), "hypothesis")
 

@@ -172,6 +172,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily(2)
 @pytest.mark.first(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -61,6 +61,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, score_mod: object, mask_mod: obje
     return weights @ v, torch.logsumexp(score, 3)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.first(4)
 @pytest.mark.parametrize("name", functions("cpu"))
 @pytest.mark.parametrize("kv_heads", [KV_HEADS])
@@ -175,6 +176,7 @@ def check_mask(function: object, device: str) -> BlockMask:
     return mask
 
 
+@pytest.mark.daily(2)
 @pytest.mark.first(4)
 @pytest.mark.parametrize("name", parts("cpu"))
 def test_parts_of_masks_that_kernels_have(name, device):
@@ -192,6 +194,7 @@ WRITINGS = (
 OPERATORS = (operator.lt, operator.le, operator.gt, operator.ge)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(0, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))

@@ -251,6 +251,7 @@ def check(device: str, seen: Tensor | None, score: Function | None, mask: BlockM
     torch.testing.assert_close(quire.flex_attention(q, k, v, score, mask).cpu().double(), truth, **close)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_of_masks(device, name, monkeypatch):
@@ -263,6 +264,7 @@ def test_kernels_of_masks(device, name, monkeypatch):
     check(device, seen, None, create_block_mask(case.mask, *sizes, device=device, BLOCK_SIZE=16), sizes[2:])
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_kernels_of_scores(name):

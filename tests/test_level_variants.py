@@ -34,6 +34,7 @@ def cascade(device, backend, variant, num_levels=3):
     return quire.MultiLevelCascadeAttentionWrapper(num_levels, workspace(device), backend=backend, variant=variant)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
@@ -57,6 +58,7 @@ def test_levels_without_queries_and_keys(device, backend):
     p.check(wrapper.run(p.q, cache.kv, **case.on(device)[1]), **case.expected())
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(0, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_PREFIXES)
@@ -70,6 +72,7 @@ def test_decode_with_shared_prefix(name, device, backend):
     p.check(wrapper.forward(p.q, k, v, cache.kv, **joint(case, device)), **case.expected())
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_PREFIXES)
@@ -83,6 +86,7 @@ def test_prefill_with_shared_prefix(name, device, backend):
     p.check(wrapper.forward(p.q, k, v, cache.kv, causal=True, **joint(case, device)), **case.expected())
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
@@ -104,6 +108,7 @@ def test_prefill_over_a_prefix(name, device, backend):
         wrapper.run(p.q, *split(p, prefix_lens), **of_run, other=1)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "document_mask"])
@@ -184,6 +189,7 @@ def matrix(device: str, **options: object) -> tuple[Problem, torch.Tensor, torch
     return p, shown, dense(shown, sizes(ROWS, 16), sizes(KEYS, 8)).flatten()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(1, 2)
 @pytest.mark.each_value
 @pytest.mark.slow
@@ -199,6 +205,7 @@ def test_variants_of_blocks(name, order, device, backend):
     p.check(wrapper.forward(p.q, p.k, p.v, **of_run), mask=mask, **case.expected())
 
 
+@pytest.mark.daily(2)
 @pytest.mark.part(1, 2)
 @pytest.mark.each_value
 @pytest.mark.slow

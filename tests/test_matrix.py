@@ -15,7 +15,7 @@ import torch
 
 import every_variant
 import quire
-from covering import beyond_first, covering, left_out
+from covering import beyond_first, covering, left_out, of_other_days
 from isolation import isolated
 from limits import BEYOND, LIMITS, is_expected, limit
 from quire.jit import host_target
@@ -228,6 +228,20 @@ def test_combinations_that_compile_a_variant_each_are_slow_but_for_the_first() -
         for number in range(5)
     ]
     assert [(test.device, *test.values) for test in beyond_first(tests)] == [("cpu", 3), ("cpu", 4)]
+
+
+def test_slow_combinations_that_take_turns_are_all_there_in_n_days() -> None:
+    marks = pytest.mark.daily(3), pytest.mark.slow
+    tests = [
+        Collected(device, (number,), marks=marks[: 1 + (number > 1)])
+        for device in ("cpu", "cuda:0")
+        for number in range(9)
+    ]
+    days = [[test for test in tests if test not in of_other_days(tests, day)] for day in range(7, 10)]
+    always = [test for test in tests if test.device != "cpu" or test.values[0] < 2]
+    assert all({*always} <= {*day} and len(day) in (len(always) + 2, len(always) + 3) for day in days)
+    assert set().union(*days) == {*tests}
+    assert not of_other_days(tests[2:3], 1), "one that is named alone runs"
 
 
 ENDS = {"right": "", "wrong": "assert 1 == 2", "dead": "was killed by SIGABRT", "late": "took over 1 s", "last": ""}

@@ -162,6 +162,7 @@ def test_the_library_is_tested():
     assert ready == CASES.keys()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.first(3)
 @pytest.mark.parametrize("name", CASES)
 def test_library(name, device, backend):
