@@ -124,7 +124,7 @@ def group_of(size: int, backend: str = "gloo", is_slow: bool = False) -> Any:
 
 
 GROUPS = (
-    group_of(2), group_of(4), group_of(8, is_slow=True), group_of(2, "nccl"), group_of(4, "nccl"),
+    group_of(2), group_of(4, is_slow=True), group_of(8, is_slow=True), group_of(2, "nccl"), group_of(4, "nccl"),
 )  # fmt: skip
 
 

@@ -28,10 +28,11 @@ def test_some_random_calls() -> None:
     _run(40, seed=10)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(11, 15))
 def test_many_random_calls(seed: int) -> None:
-    """1,000 in all, in parts that the processes of a run share."""
+    """1,000 in two days, in parts that the processes of a run share."""
     _run(250, seed)
 
 

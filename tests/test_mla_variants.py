@@ -66,6 +66,7 @@ def check(p: Latents, case: str, out: Tensor, lse: Tensor) -> None:
     torch.testing.assert_close(lse.cpu().double(), of_o, rtol=1e-3, atol=2e-2)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_and_masks(device, backend, dtype, causal, case):
