@@ -113,7 +113,11 @@ def test_equal_lengths(device, dtype, layout, n, m):
 
 @pytest.mark.slow
 @pytest.mark.one_type
-@pytest.mark.parametrize("dims", [(16, 16), (59, 111), pytest.param((1, 8), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dims",
+    [(16, 16), (59, 111), *(pytest.param(dims, marks=pytest.mark.slow) for dims in ((1, 8), (64, 512)))],
+    ids=str,
+)
 def test_odd_head_dims_are_padded(device, dtype, dims):
     q, k, v = (random(2, 9, h, d, device=device, dtype=dtype) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
     out = torch.full((2, 9, 4, dims[1]), math.nan, dtype=dtype, device=device)

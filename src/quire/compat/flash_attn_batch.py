@@ -40,6 +40,8 @@ from quire.kernels.expressions.variant import Variant
 
 Window = tuple[int, int]
 _LEAST_DIM = 32  #: of heads that kernels take
+#: Heads with more dims than the first have the second number of them, of queries, keys and values alike.
+_MOST_OWN_DIM, _WIDE_DIM = 256, 512
 #: Query rows of a request, tokens times grouped heads, from which on products of 8 bits are faster.
 _LEAST_8_BIT_ROWS = 64
 
@@ -235,27 +237,29 @@ class Where(NamedTuple):
 
 def attend_batch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-    sinks: torch.Tensor | None, where: Where, qo_len: int, scoring: Scoring, *more: Any,
+    sinks: torch.Tensor | None, where: Where, qo_len: int, scoring: Scoring, chunk: int = 0,
+    qv: torch.Tensor | None = None, *more: Any,
 ) -> None:  # fmt: skip
     """_attend() for heads of any width from 1 on: zeros behind them change no product."""
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
     step = 16 if any(t.dtype.itemsize == 1 for t in (q, k, v)) else 8
-    wide, written = tuple(_widened(t, step) for t in (q, k, v)), out
+    is_wide = qv is None and max(k.shape[-1], v.shape[-1]) > _MOST_OWN_DIM
+    wide, written = tuple(_widened(t, _WIDE_DIM if is_wide else _LEAST_DIM, step) for t in (q, k, v)), out
     if q.shape[-1] == k.shape[-1] and any(t is not w for t, w in zip((q, k, v), wide, strict=True)):
         if scoring.softmax_scale is None:
             scoring = scoring._replace(softmax_scale=1.0 / math.sqrt(max(1, q.shape[-1])))
         q, k, v = wide
         written = out.new_empty((*out.shape[:-1], v.shape[-1]))
-    rest: tuple[Any, ...] = (*where, qo_len, *scoring, *more)
+    rest: tuple[Any, ...] = (*where, qo_len, *scoring, chunk, qv, *more)
     _attend(q, k, v, written, lse, sinks, *rest)
     if written is not out:
         out.copy_(written[..., : out.shape[-1]])
 
 
-def _widened(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """Heads as wide as kernels take them: a multiple of `step`."""
+def _widened(tensor: torch.Tensor, least: int, step: int) -> torch.Tensor:
+    """Heads as wide as kernels take them: a multiple of `step`, and no less than `least`."""
     dim = tensor.shape[-1]
-    more = max(_LEAST_DIM, -(-dim // step) * step) - dim
+    more = max(least, -(-dim // step) * step) - dim
     return pad(tensor, (0, more)) if more and dim else tensor
 
 
