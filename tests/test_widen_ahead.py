@@ -135,7 +135,7 @@ def test_deterministic_results_are_those_without_copies(device, half, kv_dtype, 
     if device == "cpu":
         monkeypatch.setattr(upcast, "may_pay", lambda *_: True)
     monkeypatch.setattr(upcast, "_LEAST_ROWS_SIDE_BY_SIDE", 0)
-    monkeypatch.setattr(upcast, "_LEAST_ROWS_OF_SAME", 0)
+    monkeypatch.setattr(upcast, "_LEAST_ROWS", 0)
     p, small = problem(device, half, head_dim=128, kv_dtype=kv_dtype), torch.empty(1 << 15, dtype=torch.uint8)
     cache, results = p.paged(page_size), []
     for memory in (torch.empty(1 << 26, dtype=torch.uint8, device=device), small.to(device)):

@@ -163,7 +163,6 @@ def check_scales_fit(views: Mapping[str, View], operands: Sequence[Operand]) -> 
 #: reads keys of 4 bits: those with mma.sync take twice the time.
 _LEAST_ROWS = 1400
 _LEAST_ROWS_OF_4_BITS = 512
-_LEAST_ROWS_OF_SAME = 2048  #: where the kernel over widened keys has the row tiles of the one that widens
 _LEAST_ROWS_SIDE_BY_SIDE = 4096  #: of tokens that low row tiles would gather
 _VECTOR = 8  #: numbers that a thread reads at a time, or of 4 bits twice as many: kVec in kernels/widen.h
 _KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h, whose last one copies others
@@ -223,9 +222,7 @@ def is_faster(plain: Decision, decision: Decision) -> bool:
 def _least_rows(options: PlanOptions) -> int:
     if options.types.kv.bits == 16:
         return _LEAST_ROWS_SIDE_BY_SIDE
-    if options.types.kv is NVFP4:
-        return _LEAST_ROWS_OF_4_BITS
-    return _LEAST_ROWS_OF_SAME if options.fixed_split_size else _LEAST_ROWS
+    return _LEAST_ROWS_OF_4_BITS if options.types.kv is NVFP4 else _LEAST_ROWS
 
 
 def _key(plain: Decision) -> OperationKey:
