@@ -82,7 +82,8 @@ class Attention(PlannedRun):
         self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
-        if graph is None and (rotates or options.types.kv.bits <= 8 or upcast.puts_side_by_side(options)):
+        is_gathered = options.page_size == 1 and options.fixed_split_size != 0
+        if graph is None and (rotates or options.types.kv.bits <= 8 or is_gathered):
             self._prologue, note = self._choose_prologue(spec, rope_prologue if rotates else upcast)
         elif rotates:
             self._refuse_prologue(spec)

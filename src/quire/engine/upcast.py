@@ -173,7 +173,7 @@ def plain_options(options: PlanOptions, kv: DType | None = None) -> PlanOptions:
     return options._replace(types=options.types._replace(kv=kv or options.types.q))
 
 
-def puts_side_by_side(options: PlanOptions) -> bool:
+def _puts_side_by_side(options: PlanOptions) -> bool:
     """Whether tokens of 16 bits in pages of their own may be copied, though nothing is widened."""
     return options.page_size == 1 and options.fixed_split_size != 0 and options.types.kv == options.types.q
 
@@ -187,7 +187,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     return (
         types.q == types.o
         and types.q.bits == 16
-        and (types.kv.slug in _KINDS or puts_side_by_side(options))
+        and (types.kv.slug in _KINDS or _puts_side_by_side(options))
         and not backend.startswith(PIN)
         and (decision.kernel.is_slower_over_8_bits or (types.kv is NVFP4 and problem.on_cuda))
         and problem.rows >= _least_rows(options)
