@@ -222,7 +222,7 @@ def test_distributed(tmp_path: Path) -> None:
 
 def test_more_ranks_than_were_measured(tmp_path: Path) -> None:
     """The simulation of 2 to 64 ranks, whose point for two is the measured one."""
-    measured = BENCHMARKS / "results/2026-11-27-h100x2-distributed.json"
+    measured = BENCHMARKS / "results/2026-11-27-h200x2-distributed.json"
     results = json.loads(measured.read_text())["results"]
     file = tmp_path / "ranks.json"
     run("scaling.py", "--of-ranks", str(measured), "--json", str(file))
