@@ -220,6 +220,7 @@ def test_distributed(tmp_path: Path) -> None:
     assert all(report["results"]["full-1x75600"][kind]["of_ideal"] > 0 for kind in ("ring", "ulysses"))
 
 
+@pytest.mark.slow
 def test_more_ranks_than_were_measured(tmp_path: Path) -> None:
     """The simulation of 2 to 64 ranks, whose point for two is the measured one."""
     measured = BENCHMARKS / "results/2026-11-27-h200x2-distributed.json"

@@ -88,6 +88,7 @@ def test_the_image_of_the_dockerfile_compiles_nothing_more(place: Path) -> None:
     assert (place / "opt/quire/entries").is_dir()
 
 
+@pytest.mark.slow
 def test_the_init_container_of_kubernetes(place: Path) -> None:
     run("QUIRE_RECORD=used.jsonl python serve.py && mkdir archive && quire cache export archive/cache.tar.gz", place)
     (block,) = (block for kind, block in BLOCKS if kind == "yaml")

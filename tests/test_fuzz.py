@@ -25,7 +25,7 @@ def _run(calls: int, seed: int) -> None:
 
 
 def test_some_random_calls() -> None:
-    _run(40, seed=10)
+    _run(24, seed=10)
 
 
 @pytest.mark.daily(2)

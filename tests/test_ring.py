@@ -443,7 +443,7 @@ def check_killed() -> None:
         assert time.monotonic() - start < 15, name
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named(size: int) -> None:
     processes = Processes(size, seconds=8.0)
     failed = processes.failures(check_killed, patience=60.0)
@@ -464,6 +464,7 @@ def check_late() -> None:
     assert time.monotonic() - start < 6
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named() -> None:
     processes = Processes(2, seconds=2.0)
     processes.run(check_late)
