@@ -249,6 +249,8 @@ def test_functions_below_the_public_ones(device, backend):
         flash_attn._flash_attn_varlen_forward(q, k, v, *cu, 17, 20, 0.0, 0.2, True, leftpad_k=used)
     with pytest.raises(quire.UnsupportedError, match="dropout_p"):
         flash_attn._flash_attn_varlen_forward(q, k, v, *cu, 17, 20, 0.1, 0.2, True)
+    with pytest.raises(quire.UnsupportedError, match=r"^num_splits > 1 is not supported"):
+        flash_attn._flash_attn_varlen_forward(q, k, v, *cu, 17, 20, 0.0, 0.2, True, num_splits=2)
 
 
 LENS, NEW = (11, 0, 24, 5), 3  # tokens in the cache, and new ones

@@ -390,16 +390,17 @@ def _flash_attn_varlen_forward(
     """
     if leftpad_k is not None:
         raise UnsupportedArgumentError("leftpad_k: expected None; flash_attn_with_kvcache() has cache_leftpad.")
+    if num_splits > 1:
+        raise UnsupportedError(f"num_splits > 1 is not supported: expected 0 or 1, got {num_splits}.")
     if number(dropout_p, "dropout_p"):
         raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
     check_flags(return_softmax=return_softmax, zero_tensors=zero_tensors)
     check_longest(cu_seqlens_q, max_seqlen_q, "max_seqlen_q")
     if cu_seqlens_k is not None:
         check_longest(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
-    window = window_size_left, window_size_right
     out, lse = _varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, softmax_scale, causal, window, softcap,
-        alibi_slopes, num_splits,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, softmax_scale, causal,
+        (window_size_left, window_size_right), softcap, alibi_slopes, num_splits,
     )  # fmt: skip
     return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.int64)
 
