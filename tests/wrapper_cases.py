@@ -325,8 +325,8 @@ def chunked_prefill(rng: random.Random) -> Case:
         return as_results(w.run(*tensors, **given(a, *_RUN[:-1])))
 
     def check(a: Args, results: Results) -> None:
-        qo, kv = (offsets(a[n]) for n in ("qo_indptr", "kv_indptr"))
-        pre = offsets(a["prefix_indptr"], of_a_part=True)
+        qo = offsets(a["qo_indptr"])
+        kv, pre = (offsets(a[n], of_a_part=True) for n in ("kv_indptr", "prefix_indptr"))
         require(len(qo) == len(kv) == len(pre), "as many offsets of queries as of keys")
         parts = [hnd(a[n], a["kv_layout"]) for n in ("k", "v", "k_prefix", "v_prefix")]
         require(kv[-1] <= parts[0].shape[0] and pre[-1] <= parts[2].shape[0], "more keys than there are")
@@ -348,7 +348,7 @@ def joined_keys(
         vs += [parts[3][first], parts[1][own]]
         seen = oracle.visible(rows, kv[b + 1] - kv[b], causal=causal)
         masks.append(torch.cat([torch.ones(rows, pre[b + 1] - pre[b], dtype=torch.bool), seen], 1).flatten())
-    ends = [i + j - pre[0] for i, j in zip(kv, pre, strict=True)]
+    ends = [i + j - kv[0] - pre[0] for i, j in zip(kv, pre, strict=True)]
     return torch.cat(ks), torch.cat(vs), ends, torch.cat(masks)
 
 

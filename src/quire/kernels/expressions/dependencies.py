@@ -27,6 +27,7 @@ from quire.kernels.expressions.variant import Variant, call_traced, read_text, v
 _VALUES = frozenset({int, float, str, bool, bytes, type(None), complex, torch.dtype, torch.device, type(...)})
 _MODULES = frozenset({"torch", "math", "operator", "functools", "quire"})  #: whose functions do not change
 _MOST_VALUES = 200  #: that a function depends on
+_MOST_CODES = 1024  #: that are known
 
 
 class FunctionState(NamedTuple):
@@ -43,6 +44,32 @@ class _Unknown(Exception):
 
 def state_of(*functions: Any) -> FunctionState | None:
     """What these functions depend on; None if that is not known."""
+    codes: list[CodeType | None] = []
+    for function in functions:
+        if function is None:
+            codes.append(None)
+        elif type(function) is FunctionType and not (
+            function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        ):
+            codes.append(function.__code__)
+        else:
+            return _walked(functions)
+    key = (*map(id, codes),)
+    found = _of_codes.get(key, _NOT_MET)
+    if found is _NOT_MET:
+        if len(_of_codes) >= _MOST_CODES:
+            _of_codes.clear()
+        names = any(_global_names(code) for code in codes if code is not None)
+        found = _of_codes[key] = None if names else _walked(functions)
+    return found or _walked(functions)
+
+
+#: By the ids of codes: what functions depend on that have no state, or None. It keeps these codes, and so their ids.
+_of_codes: dict[tuple[int, ...], FunctionState | None] = {}
+_NOT_MET: Any = object()
+
+
+def _walked(functions: tuple[Any, ...]) -> FunctionState | None:
     walk = _Walk()
     try:
         key = tuple([walk.of(function) for function in functions])
@@ -120,7 +147,7 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
     """Names in the code that may be those of global variables."""
     found = _names.get(id(code))
     if found is None or found[0] is not code:
-        if len(_names) > 1024:
+        if len(_names) >= _MOST_CODES:
             _names.clear()
         found = _names[id(code)] = code, tuple(dict.fromkeys(_names_in(code)))
     return found[1]
