@@ -200,7 +200,7 @@ def _is_method(name: str, function: Any) -> bool:
 
 
 def _taught(function: Any) -> Any:
-    """`function` with explained() around it, unless it has it, or is run(), which has time for no call in between."""
+    """`function` with explain() around it, unless it has it, or is run(), which has time for no call in between."""
     takes_any = inspect.unwrap(function).__code__.co_flags & inspect.CO_VARKEYWORDS
     if hasattr(function, "explains") or (takes_any and function.__name__ == "run"):
         return function
@@ -210,34 +210,34 @@ def _taught(function: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if (better := explained(error, function, args, kwargs)) is not None:
-                raise better from None
+            explain(error, function, args, kwargs)
             raise
 
     return explains(call)
 
 
 def explains(function: Any) -> Any:
-    """`function`, marked: it raises what explained() makes of an error."""
+    """`function`, marked: it raises what explain() makes of an error."""
     function.explains = True
     return function
 
 
-def explained(error: TypeError, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
-    """unexpected_keyword() for Python's own error, if a call of `function` itself raised it: it does not take a keyword
-    or, taking any for operands, lacks an argument.
+def explain(error: TypeError, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise unexpected_keyword() in place of Python's own error, if a call of `function` itself raised it: it does not
+    take a keyword or, taking any for operands, lacks an argument.
     """
     text, function, place = str(error), inspect.unwrap(function), error.__traceback__
     while place is not None:
         if place.tb_frame.f_code is function.__code__:  # of a call within
-            return None
+            return
         place = place.tb_next
     if "unexpected keyword argument '" not in text and " required positional argument" not in text:
-        return None
+        return
     call = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__").rpartition(".")[2]
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls", "_cls")]
     unknown = [name for name in kwargs if name not in names]
-    return unexpected_keyword(call, unknown[0], names, _arguments_of_other(call, *args[:1])) if unknown else None
+    if unknown:
+        raise unexpected_keyword(call, unknown[0], names, _arguments_of_other(call, *args[:1])) from None
 
 
 def _arguments_of(call: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -29,7 +29,7 @@ from quire.engine.checks import (
     refuse,
     scalar,
 )
-from quire.errors import UnsupportedError, ValidationError, explained, explains
+from quire.errors import UnsupportedError, ValidationError, explain, explains
 from quire.jit import config
 from quire.kernels.attention import OWN_SPLITS
 from quire.kernels.expressions.variant import Variant
@@ -421,11 +421,11 @@ def foreign(
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                if (better := explained(error, function, args, kwargs)) is not None:
-                    raise better from None
+                explain(error, function, args, kwargs)
                 raise
 
-        return explains(call)  # type: ignore[no-any-return]
+        decorated: _Function = explains(call)
+        return decorated
 
     return decorate
 

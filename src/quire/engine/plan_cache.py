@@ -25,7 +25,7 @@ from quire.engine.replay import Recording, Replay, fits_of, getter
 from quire.engine.schedule import ScheduleCache
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import has_nested
-from quire.errors import explained, explains
+from quire.errors import explain, explains
 from quire.jit import config
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
@@ -202,12 +202,12 @@ def replayed(function: _Function) -> _Function:
                 return function(*args, **kwargs)
             return repeated((known, known.others(values)), known.tensors(values), function, args, kwargs)
         except TypeError as error:
-            if (better := explained(error, function, args, kwargs)) is not None:
-                raise better from None
+            explain(error, function, args, kwargs)
             raise
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
-    return explains(wraps(function)(call))  # type: ignore[no-any-return]
+    decorated: _Function = explains(wraps(function)(call))
+    return decorated
 
 
 def _learn(

@@ -64,7 +64,8 @@ def state_of(*functions: Any) -> FunctionState | None:
     return found or _walked(functions)
 
 
-#: By the ids of codes: what functions depend on that have no state, or None. It keeps these codes, and so their ids.
+#: By the ids of codes: what functions depend on that read nothing outside of them, which keeps the codes alive; None
+#: for functions that read global variables.
 _of_codes: dict[tuple[int, ...], FunctionState | None] = {}
 _NOT_MET: Any = object()
 
