@@ -133,10 +133,7 @@ class Attention(PlannedRun):
         options = spec.options
         if isinstance(spec.indices, Lengths) or not kind.may_pay(options, self.decision, self._backend):
             return None, ""
-        if kind is upcast and options.fixed_split_size:
-            plain = self.decision.over_copies
-        else:
-            plain = spec._replace(options=kind.plain_options(options)).decide(self._device, self._backend)
+        plain = kind.plain_decision(spec, self.decision, self._device, self._backend)
         if not kind.is_faster(plain, self.decision):
             return None, ""
         prologue, note = kind.fit_workspace(self._workspace, spec.indices, options, plain)
@@ -280,7 +277,7 @@ def _kernel_of_rotated(spec: AttentionSpec, decision: Decision, device: torch.de
     rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA and options.fixed_split_size == OWN_SPLITS
     if not rotates or not rope_prologue.may_pay(options, decision, backend):
         return None
-    plain = spec._replace(options=rope_prologue.plain_options(options)).decide(device, backend)
+    plain = rope_prologue.plain_decision(spec, decision, device, backend)
     return plain if rope_prologue.is_faster(plain, decision) else None
 
 

@@ -19,6 +19,7 @@ from quire.engine.device import Workspace, current_stream
 from quire.engine.options import PlanOptions
 from quire.engine.rotate import Angles, Heads, Rotation
 from quire.engine.schedule import Indices, measure_schedule, schedule_input
+from quire.engine.spec import AttentionSpec
 from quire.errors import ValidationError
 from quire.kernels import PIN, Decision
 from quire.kernels.attention import OWN_SPLITS
@@ -122,10 +123,15 @@ def _on_host(tensor: torch.Tensor | None) -> bool:
 _LEAST_ROWS = 1024
 
 
-def plain_options(options: PlanOptions) -> PlanOptions:
+def _plain_options(options: PlanOptions) -> PlanOptions:
     """The options of attention over ragged keys that are already rotated."""
     logits = options.logits._replace(pos_encoding=PosEncodingMode.NONE, rope_scale=0.0, rope_theta=0.0)
     return options._replace(logits=logits, page_size=0)
+
+
+def plain_decision(spec: AttentionSpec, _: Decision, device: torch.device, backend: str) -> Decision:
+    """The kernel over ragged keys that are already rotated."""
+    return spec._replace(options=_plain_options(spec.options)).decide(device, backend)
 
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
@@ -194,7 +200,7 @@ class RopePrologue(Prologue):
         token_indptr = torch.cat((batch.kv_lens.new_zeros(1), batch.kv_lens.cumsum(0))).to(torch.int32)
         ragged = indices._replace(kv_indptr=token_indptr, kv_last_page_len=None, kv_indices=None, page_size=1)
         nnz_kv = int(batch.kv_lens.sum())
-        super().__init__(indices, ragged, plain_options(options), rest, self._first + nnz_kv, batch.largest_page)
+        super().__init__(indices, ragged, _plain_options(options), rest, self._first + nnz_kv, batch.largest_page)
         self._logits, self._is_paged = options.logits, is_paged
         self._arrays = _upload(_positions(batch, indices), memory.device)
         shape = (nnz_kv, options.num_kv_heads, options.head_dim_qk)

@@ -34,6 +34,7 @@ from quire.engine.launch import launch, row_grid
 from quire.engine.options import PlanOptions
 from quire.engine.rope_prologue import Prologue, kept, largest_page, set_aside, view_of
 from quire.engine.schedule import Indices
+from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache, cache_tensors
 from quire.errors import UnsupportedArgumentError, ValidationError
 from quire.jit import get_module, is_obtainable, without_matrix_unit
@@ -168,14 +169,16 @@ _VECTOR = 8  #: numbers that a thread reads at a time, or of 4 bits twice as man
 _KINDS = ("e4m3", "e5m2", "nvfp4")  #: WidenKind in kernels/widen.h, whose last one copies others
 
 
-def plain_options(options: PlanOptions, kv: DType | None = None) -> PlanOptions:
-    """The options of attention over widened keys, of type `kv` or else of that of queries."""
-    return options._replace(types=options.types._replace(kv=kv or options.types.q))
+def _plain_options(options: PlanOptions, kv: DType) -> PlanOptions:
+    """The options of attention over copies of keys, of type `kv`."""
+    return options._replace(types=options.types._replace(kv=kv))
 
 
-def _puts_side_by_side(options: PlanOptions) -> bool:
-    """Whether tokens of 16 bits in pages of their own may be copied, though nothing is widened."""
-    return options.page_size == 1 and options.fixed_split_size != 0 and options.types.kv == options.types.q
+def plain_decision(spec: AttentionSpec, decision: Decision, device: torch.device, backend: str) -> Decision:
+    """The kernel over copies of keys; where splits are fixed the same variant, whose sums are those without copies."""
+    if spec.options.fixed_split_size:
+        return decision.over_copies
+    return spec._replace(options=_plain_options(spec.options, spec.options.types.q)).decide(device, backend)
 
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
@@ -184,10 +187,11 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     sums over copies.
     """
     problem, types = decision.problem, options.types
+    puts_side_by_side = options.page_size == 1 and options.fixed_split_size != 0 and types.kv == types.q
     return (
         types.q == types.o
         and types.q.bits == 16
-        and (types.kv.slug in _KINDS or _puts_side_by_side(options))
+        and (types.kv.slug in _KINDS or puts_side_by_side)
         and not backend.startswith(PIN)
         and (decision.kernel.is_slower_over_8_bits or (types.kv is NVFP4 and problem.on_cuda))
         and problem.rows >= _least_rows(options)
@@ -214,8 +218,7 @@ def is_faster(plain: Decision, decision: Decision) -> bool:
     """Whether the kernel for the converted keys is the same, or of keys of 4 bits one that does not take these, and its
     variant is available or may be compiled.
     """
-    has_4_bits = decision.problem.kv is NVFP4
-    is_better = plain.kernel.scaled_params is None if has_4_bits else plain.kernel is decision.kernel
+    is_better = plain.kernel.scaled_params is None if decision.problem.kv is NVFP4 else plain.kernel is decision.kernel
     return is_better and is_obtainable(plain.spec) and is_obtainable(_key(plain).spec())
 
 
@@ -238,7 +241,7 @@ class UpcastPrologue(Prologue):
         indices = kept(indices)
         assert indices.kv_indices is not None
         self._first, count = _pages(indices)
-        copied = plain_options(options, plain.key.kv)._replace(page_size=plain.problem.page_size)
+        copied = _plain_options(options, plain.key.kv)._replace(page_size=plain.problem.page_size)
         if copied.page_size == 0:
             planned = indices._replace(kv_indices=None, kv_indptr=indices.kv_indptr - self._first)
         else:
